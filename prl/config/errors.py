@@ -1,0 +1,38 @@
+"""Errors meant for the person at the keyboard: what is wrong, where, why, and what to do about it."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake or a condition that the user can mend. Entry points print it without a traceback and exit with code 2.
+
+    Args:
+        what: one sentence saying what is wrong.
+        where: the config key, file or host concerned.
+        why: the rule or limit behind it.
+        fix: what to do, preferably an override or a command to paste.
+    """
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        lines = [self.what]
+        for label, text in (("where", self.where), ("why", self.why), ("do", self.fix)):
+            if text:
+                lines.append(f"  {label + ':':<7}{text}")
+        return "\n".join(lines)
+
+
+class ConfigError(UserError):
+    """A configuration that cannot run. `violations` holds every broken rule, not just the first."""
+
+    def __init__(self, violations: list[UserError]) -> None:
+        self.violations = violations
+        Exception.__init__(self, self.render())
+
+    def render(self) -> str:
+        count = len(self.violations)
+        head = f"{count} problem{'s' if count > 1 else ''} in this configuration:"
+        return "\n".join([head, *(f"\n{i}. {v.render()}" for i, v in enumerate(self.violations, 1))])
