@@ -1,0 +1,251 @@
+"""Hugging Face checkpoints: read tensor by tensor into (possibly sharded) parameters, written back shard by shard.
+
+No process ever holds the whole model unless the model is unsharded there: reading slices the file, writing gathers one
+parameter at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from prl.config.errors import UserError
+from prl.config.schema import ModelCard, ModelConfig
+from prl.models.names import Region, locate, to_hf
+from prl.models.qwen3 import Qwen3Model
+
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+
+
+# --- which checkpoint -------------------------------------------------------------------------------------------------
+
+
+def resolve_model_path(config: ModelConfig, cache_dir: Path, init_model_path: str | None = None) -> Path:
+    """The directory of the initial weights: a given one, else model.path (a hub id is downloaded), else made from the card.
+
+    Raises UserError when model.path is neither a directory nor to be had from the hub.
+    """
+    if init_model_path is not None:
+        return Path(init_model_path)
+    if config.path is None:
+        return random_checkpoint(config, cache_dir)
+    if Path(config.path).is_dir():
+        return Path(config.path)
+    return _download(config.path)
+
+
+def _download(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]))
+    except Exception as error:  # the hub client raises a dozen unrelated types for "not there" and "no network"
+        raise UserError(
+            f"model {repo_id!r} is neither a directory nor could it be fetched from the Hugging Face hub",
+            where="model.path",
+            why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            fix="model.path=/path/to/checkpoint, or fetch it on a machine with network and share HF_HOME",
+        ) from error
+
+
+def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
+    """A checkpoint of random weights for the card, made once per (card, seed, tokenizer) and kept under cache_dir/models/."""
+    identity = json.dumps([config.card.model_dump(), config.init_seed, config.tokenizer], sort_keys=True)
+    path = Path(cache_dir) / "models" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if path.is_dir():
+        return path
+    from prl.models.tokenizer import save_byte_tokenizer
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as tmp:
+        partial = Path(tmp, "model")
+        model = Qwen3Model(config.card)
+        model.init_weights(torch.Generator().manual_seed(config.init_seed))
+        save_checkpoint(hf_tensors(model), partial, config.card)
+        if config.tokenizer == "byte":
+            save_byte_tokenizer(partial)
+        try:
+            partial.rename(path)
+        except OSError:  # another process was first; the content is the same
+            assert path.is_dir()
+    return path
+
+
+def check_card(path: Path, card: ModelCard) -> None:
+    """Raise UserError unless the checkpoint's config.json agrees with the card."""
+    config = json.loads((path / "config.json").read_text())
+    wrong = [
+        f"{key}: card {value}, checkpoint {config[key]}"
+        for key, value in card_to_hf_config(card).items()
+        if key in config and config[key] != value and key not in ("architectures", "torch_dtype", "dtype")
+    ]
+    if wrong:
+        raise UserError(
+            "the model card does not describe this checkpoint: " + "; ".join(wrong),
+            where=f"model.card, {path / 'config.json'}",
+            why="rules and plan are computed from the card",
+            fix="correct conf/model/<choice>.yaml or choose another model=",
+        )
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.device) -> Qwen3Model:
+    """The whole model on one device, in eval mode (inference)."""
+    with torch.device("meta"):
+        model = Qwen3Model(card)
+    model = model.to(dtype).to_empty(device=device)
+    load_weights(model, read_tensors(path))
+    return model.requires_grad_(False).eval()
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """(name, slice) of every tensor in the checkpoint; a slice reads from disk what is indexed out of it."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise UserError(
+            "no *.safetensors in the checkpoint directory",
+            where=str(path),
+            why="weights are read from safetensors only",
+            fix="model.path=/path/to/a/Hugging-Face/checkpoint",
+        )
+    with ExitStack() as stack:
+        for file in files:
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise UserError(f"{file.name} is damaged: {error}", where=str(file), fix="fetch the file again") from error
+            for name in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
+                yield name, handle.get_slice(name)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
+    """Copy Hugging Face tensors (or lazy slices) into the model in place, each rank only its own part.
+
+    Raises ValueError naming what is missing or unknown; parameters already copied stay copied.
+    """
+    params = dict(model.named_parameters())
+    missing = _expected_regions(model)
+    for name, tensor in tensors:
+        region = locate(name, model.card)
+        if region is None:
+            continue
+        if region.param not in params:
+            raise ValueError(f"checkpoint tensor {name} has no place in {type(model).__name__}")
+        _copy_region(params[region.param], region, tensor)
+        missing.discard(region)
+    if missing:
+        names = sorted({region.param for region in missing})
+        raise ValueError(f"{len(missing)} tensors are missing from the checkpoint, among them for {', '.join(names[:3])}")
+
+
+def _expected_regions(model: nn.Module) -> set[Region]:
+    meta = ((name, torch.empty(p.shape, device="meta")) for name, p in model.named_parameters())
+    regions = (locate(hf_name, model.card) for name, t in meta for hf_name, _ in to_hf(name, t, model.card))
+    return {region for region in regions if region is not None}
+
+
+def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
+    """Copy the part of `tensor` that this rank holds; `tensor` covers `region` of the whole parameter."""
+    local, offset = param.data, [0] * param.dim()
+    if isinstance(param, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        local, offset = param.to_local(), list(offsets)
+    if region.expert is not None:
+        index = region.expert - offset[0]
+        if not 0 <= index < local.shape[0]:
+            return
+        local, offset = local[index], offset[1:]
+    start = region.rows[0] if region.rows else 0
+    stop = region.rows[1] if region.rows else (param.shape[1] if region.expert is not None else param.shape[0])
+    low, high = max(start, offset[0]), min(stop, offset[0] + local.shape[0])
+    if low < high:
+        local[low - offset[0] : high - offset[0]].copy_(tensor[low - start : high - start])
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole checkpoint tensors, gathered one parameter at a time: a collective when the model is sharded."""
+    for name, param in model.named_parameters():
+        data = param.detach()
+        whole = data.full_tensor() if isinstance(data, DTensor) else data
+        yield from to_hf(name, whole, model.card)
+
+
+def save_checkpoint(tensors: Iterable[tuple[str, Tensor]], path: Path, card: ModelCard, shard_bytes: int = 5 << 30) -> None:
+    """Write safetensors shards, their index and config.json."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    where: dict[str, int] = {}
+    size = total = 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if size + nbytes > shard_bytes and shards[-1]:
+            save_file(shards[-1], path / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+            shards[-1] = {}
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.cpu().contiguous().clone()
+        where[name] = len(shards)
+        size, total = size + nbytes, total + nbytes
+    save_file(shards[-1], path / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+    names = {i: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)}
+    if len(shards) == 1:
+        names = {1: "model.safetensors"}
+    for index, name in names.items():
+        (path / f"shard-{index}.tmp").rename(path / name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (path / "config.json").write_text(json.dumps(card_to_hf_config(card), indent=1) + "\n")
+
+
+def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
+    """The config.json with which transformers builds the same architecture."""
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[card.family]],
+        "model_type": card.family,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "dtype": "float32",
+        **card.model_dump(exclude={"family", "cp_styles", "ac_targets", "num_experts", "num_experts_per_tok",
+                                   "moe_intermediate_size", "norm_topk_prob"}),
+    }  # fmt: skip
+    if card.family == "qwen3_moe":
+        config |= {
+            "num_experts": card.num_experts,
+            "num_experts_per_tok": card.num_experts_per_tok,
+            "moe_intermediate_size": card.moe_intermediate_size,
+            "norm_topk_prob": card.norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return config
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what is not weights (tokenizer, chat template, generation config), so that the export stands alone."""
+    for file in source.iterdir():
+        keep = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.startswith("model.safetensors")
+        if file.is_file() and keep and file.name != "config.json":
+            shutil.copy2(file, target / file.name)

@@ -1,0 +1,47 @@
+"""Tokenizers: whatever the checkpoint brings, or the built-in byte-level one for models made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prl.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>")  # ids 256, 257, ...
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run: model.tokenizer if it names one, else the one beside the weights at `path`."""
+    from transformers import AutoTokenizer
+
+    own = config.tokenizer not in (None, "byte")
+    return AutoTokenizer.from_pretrained(config.tokenizer if own else str(path))
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in for each byte value, as the byte-level pre-tokenizer of GPT-2 maps them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    extra = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(extra)) for byte in range(256)]
+
+
+def save_byte_tokenizer(path: Path) -> None:
+    """Write a tokenizer whose ids 0-255 are the byte values, followed by the chat roles' special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {char: byte for byte, char in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(str(path))

@@ -1,0 +1,169 @@
+"""Weights from trainer to inference engines: by files, or by shared memory on one host.
+
+The trainer's rank 0 calls `publisher(...)`, then `publish(version, tensors)` after each step; the returned `update_info` travels
+over the engines' /update_weights route, and the engine calls `receive(update_info)`. Tensors carry their Hugging Face names, so any
+engine can load them. Checksums (CRC-32) cover every byte and are verified on receipt when asked.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from prl.config.errors import UserError
+from prl.config.schema import WeightTransportConfig
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class Publisher(Protocol):
+    def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+        """Make one version available and return the update_info that engines need to fetch it."""
+
+    def acknowledge(self) -> None:
+        """Called once every engine has loaded the version last published."""
+
+
+def make_publisher(config: WeightTransportConfig, weights_dir: Path, run_token: str) -> Publisher:
+    if config.type == "filesystem":
+        return FilesystemPublisher(weights_dir, config.keep)
+    return SharedMemoryPublisher(Path("/dev/shm") / f"prl-{run_token[:16]}")
+
+
+def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Named tensors of the version that `update_info` describes.
+
+    Raises ValueError when a checksum does not match or the source is not there.
+    """
+    if update_info["type"] == "filesystem":
+        return _receive_files(Path(update_info["path"]), verify)
+    return _receive_shared(update_info, verify)
+
+
+# --- filesystem -------------------------------------------------------------------------------------------------------
+
+
+def _crc32_of(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+class FilesystemPublisher:
+    """`weights/step_N/model.safetensors` with a manifest; a directory appears whole (rename) or not at all."""
+
+    def __init__(self, weights_dir: Path, keep: int) -> None:
+        self.dir, self.keep = weights_dir, keep
+        shutil.rmtree(weights_dir, ignore_errors=True)  # versions of an earlier attempt: the trainer publishes anew
+        weights_dir.mkdir(parents=True)
+
+    def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+        from safetensors.torch import save_file
+
+        partial = self.dir / f"step_{version}.partial"
+        partial.mkdir(exist_ok=True)
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors}, partial / "model.safetensors")
+        except OSError as error:
+            raise UserError(
+                f"the weights of version {version} could not be written: {error}",
+                where=str(partial),
+                why="weight_transport=filesystem needs room for the model there",
+                fix="free space, point output_dir elsewhere, or use weight_transport=shared_memory",
+            ) from error
+        manifest = {"version": version, "files": {"model.safetensors": _crc32_of(partial / "model.safetensors")}}
+        (partial / "manifest.json").write_text(json.dumps(manifest))
+        final = self.dir / f"step_{version}"
+        partial.rename(final)
+        return {"type": "filesystem", "path": str(final), "version": version}
+
+    def acknowledge(self) -> None:
+        versions = sorted(self.dir.glob("step_*[0-9]"), key=lambda p: int(p.name.split("_")[1]))
+        for old in versions[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _receive_files(path: Path, verify: bool) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name, expected in manifest["files"].items():
+        if verify and (found := _crc32_of(path / name)) != expected:
+            raise ValueError(f"{path / name} is damaged: CRC-32 {found:08x}, written as {expected:08x}")
+        with safe_open(path / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (safe_open is not a dict)
+                yield key, file.get_tensor(key)
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+def _layout(tensors: list[tuple[str, Tensor]]) -> tuple[list[list[Any]], int]:
+    """[[name, dtype, shape, offset, bytes], ...] with 64-byte alignment, and the total size in bytes."""
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, size])
+        offset += -(-size // 64) * 64
+    return entries, offset
+
+
+def _tensor_at(buffer: mmap.mmap, dtype: str, shape: list[int], offset: int, size: int) -> Tensor:
+    torch_dtype = getattr(torch, dtype)
+    return torch.frombuffer(buffer, dtype=torch_dtype, count=size // torch_dtype.itemsize, offset=offset).view(shape)
+
+
+class SharedMemoryPublisher:
+    """One segment of POSIX shared memory per version.
+
+    Its name is unlinked as soon as every engine has acknowledged, so memory lives only as long as somebody maps it. A name
+    left by a killed run is the root's to remove (it knows the run token).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.unlink(missing_ok=True)
+
+    def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+        named = [(name, t.detach().cpu()) for name, t in tensors]
+        entries, size = _layout(named)
+        self.path.unlink(missing_ok=True)
+        with open(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # so that a full /dev/shm is an error here, not a SIGBUS later
+            except OSError as error:
+                raise UserError(
+                    f"{size} bytes of shared memory for weights version {version} are not to be had: {error}",
+                    where=str(self.path),
+                    why="weight_transport=shared_memory holds a whole copy of the weights in /dev/shm",
+                    fix="enlarge /dev/shm, or use weight_transport=filesystem",
+                ) from error
+            buffer = mmap.mmap(file.fileno(), size)
+        for (_, tensor), (_, dtype, shape, offset, nbytes) in zip(named, entries, strict=True):
+            _tensor_at(buffer, dtype, shape, offset, nbytes).copy_(tensor)
+        crc = zlib.crc32(buffer)
+        return {"type": "shared_memory", "path": str(self.path), "version": version, "layout": entries, "crc32": crc}
+
+    def acknowledge(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def _receive_shared(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str, Tensor]]:
+    path = update_info["path"]
+    with open(path, "r+b") as file:
+        buffer = mmap.mmap(file.fileno(), 0)
+    if verify and (found := zlib.crc32(buffer)) != update_info["crc32"]:
+        raise ValueError(f"{path} is damaged: CRC-32 {found:08x}, written as {update_info['crc32']:08x}")
+    for name, dtype, shape, offset, size in update_info["layout"]:
+        yield name, _tensor_at(buffer, dtype, shape, offset, size)
