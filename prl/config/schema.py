@@ -145,7 +145,7 @@ class EnvSource(Group):
 class EnvConfig(Group):
     """Group `env`. `env=[a,b]` on the command line mixes choices, because each adds its own key to `mix`."""
 
-    mix: dict[str, EnvSource]
+    mix: dict[str, EnvSource] = {}
     max_turns: Positive = 8
     rollout_timeout_s: PositiveFloat = 120.0
     reward_timeout_s: PositiveFloat = 10.0
@@ -323,7 +323,7 @@ class RunConfig(Group):
     parallelism: ParallelismConfig = ParallelismConfig()
     memory_recipe: MemoryConfig = MemoryConfig()
     deployment: DeploymentConfig = DeploymentConfig()
-    env: EnvConfig
+    env: EnvConfig = EnvConfig()
     algo: AlgoConfig = AlgoConfig()
     inference: InferenceConfig = InferenceConfig()
     optim: OptimConfig = OptimConfig()

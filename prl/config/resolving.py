@@ -1,0 +1,100 @@
+"""The one boundary: a composed DictConfig becomes a frozen RunConfig, or every reason why it cannot."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from prl.config.errors import ConfigError, UserError
+from prl.config.keys import schema_keys
+from prl.config.overrides import unknown_key
+from prl.config.rules import violations
+from prl.config.schema import RunConfig
+
+
+def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
+    """Validate types, then all cross-group rules.
+
+    Args:
+        cfg: the composed config without Hydra's own node.
+        run_fields: `choices`, `sweep`, `swept`, `output_dir`, as known to the entry point.
+
+    Raises:
+        ConfigError: with every violation found, each with the override that fixes it.
+    """
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError([_missing(key) for key in missing])
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", "") or "")
+        raise ConfigError(
+            [UserError(f"Cannot resolve {key!r}.", where=key, why=str(error).splitlines()[0], fix="give it a value")]
+        ) from error
+    assert isinstance(plain, dict)
+    plain.update(run_fields)
+    try:
+        config = RunConfig.model_validate(plain)
+    except ValidationError as error:
+        raise ConfigError(_explain_all(error)) from error
+    found = violations(config)
+    if found:
+        raise ConfigError(found)
+    return config
+
+
+def _missing(key: str) -> UserError:
+    return UserError(
+        f"{key} has no value.", where=key, why="the chosen config leaves it to you", fix=f"{key}=VALUE on the command line"
+    )
+
+
+def _explain_all(error: ValidationError) -> list[UserError]:
+    """One UserError per key: a union reports each of its types, and the user wants to read one sentence."""
+    known = set(schema_keys())
+    by_key: dict[str, list[dict[str, Any]]] = {}
+    for item in error.errors():
+        by_key.setdefault(_key_of(item["loc"], known), []).append(dict(item))
+    return [
+        unknown_key(key, known) if items[0]["type"] == "extra_forbidden" else _explain(key, items)
+        for key, items in by_key.items()
+    ]
+
+
+def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
+    """The dotted key of a pydantic location, without the type names that a union appends to it."""
+    parts = [str(part) for part in location if "[" not in str(part)]
+    key = ".".join(parts)
+    parent = ".".join(parts[:-1])
+    if key not in known and parent in known and not any(other.startswith(parent + ".") for other in known):
+        if parts[-1] in ("int", "constrained-int", "str", "float") or parts[-1].startswith(("literal", "constrained")):
+            return parent
+    return key
+
+
+def _explain(key: str, items: list[dict[str, Any]]) -> UserError:
+    messages = [str(item["msg"]).removeprefix("Input should be ") for item in items]
+    expected = " or ".join(message.partition(", unable to")[0] for message in messages)
+    missing = all(item["type"] == "missing" for item in items)
+    what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."
+    return UserError(what, where=key, why="it is required" if missing else f"it must be {expected}", fix=_suggest(key, items))
+
+
+def _suggest(key: str, items: list[dict[str, Any]]) -> str:
+    for item in items:
+        context = item.get("ctx", {})
+        if item["type"] == "literal_error":
+            options = [option.strip("'") for option in str(context["expected"]).replace(" or ", ", ").split(", ")]
+            close = difflib.get_close_matches(str(item["input"]), options, n=1, cutoff=0.4)
+            return f"{key}={(close or options)[0]}"
+        for bound in ("ge", "le"):
+            if bound in context:
+                return f"{key}={context[bound]}"
+        if "gt" in context:
+            return f"{key}=1"
+    return f"give {key} a value of that kind; python -m prl.rl --cfg job shows what it is by default"

@@ -1,0 +1,71 @@
+"""Sizes of the trainer's world, with every `auto` resolved. Arithmetic only; the rules say whether the sizes fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from prl.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """Sizes of the device mesh. `ep` spans `cp` and a part of `dp_shard`, so it adds no ranks of its own."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    ep: int
+
+    @property
+    def size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different data; the ranks of one CP group share theirs."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp_island(self) -> int:
+        """Ranks over which one replica of the weights is sharded, and within which experts may be spread."""
+        return self.dp_shard * self.cp
+
+
+def requested_devices(config: RunConfig) -> int | None:
+    """Training devices that the deployment asks for, or None for `auto`."""
+    deployment = config.deployment
+    if deployment.type == "multi_node":
+        return deployment.num_train_nodes * deployment.gpus_per_node
+    return None if deployment.num_train_gpus == "auto" else deployment.num_train_gpus
+
+
+def resolve_world(config: RunConfig) -> World:
+    """The mesh: as asked for, `auto` being what fills the devices, or, without a number of them, the smallest that fits."""
+    parallelism, devices = config.parallelism, requested_devices(config)
+    ep = 1 if parallelism.ep == "auto" else parallelism.ep
+    if parallelism.dp_shard != "auto":
+        dp_shard = parallelism.dp_shard
+    elif devices is None:
+        dp_shard = ep // math.gcd(ep, parallelism.cp)
+    else:
+        dp_shard = max(1, devices // (parallelism.dp_replicate * parallelism.cp))
+    if parallelism.ep == "auto":
+        ep = largest_ep(config.model.card.num_experts, dp_shard * parallelism.cp, parallelism.cp)
+    return World(dp_replicate=parallelism.dp_replicate, dp_shard=dp_shard, cp=parallelism.cp, ep=ep)
+
+
+def largest_ep(num_experts: int, island: int, cp: int) -> int:
+    """The widest expert parallelism within an island; 1 for dense models."""
+    fits = [ep for ep in divisors(num_experts) if island % ep == 0 and ep % cp == 0]
+    return max(fits, default=1)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending; empty for 0."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def closest(number: int, options: list[int]) -> int:
+    """The option next to `number`, the smaller one on a tie."""
+    return min(options, key=lambda option: (abs(option - number), option))
