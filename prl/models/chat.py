@@ -1,0 +1,80 @@
+"""Chat messages to tokens, turn by turn, without ever re-tokenising an earlier turn.
+
+A conversation's tokens are only ever appended to: what the engine sampled stays exactly as sampled, and a new turn adds the
+tokens of the text that the chat template puts behind it. Where a template rewrites history (one that drops earlier reasoning,
+say), that exact-prefix property breaks, and `extend` says so by returning None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}
+
+
+class ChatRenderer:
+    """A tokenizer's chat template as text and as tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def text(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return str(
+            self.tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def extend(self, text: str, messages: list[Message], add_generation_prompt: bool = True) -> str | None:
+        """What `messages` adds behind `text`, the text already tokenised; None when it does not begin with that text."""
+        whole = self.text(messages, add_generation_prompt)
+        return whole[len(text) :] if whole.startswith(text) else None
+
+
+@dataclass
+class MaskedSequence:
+    """Tokens with the mask of those to train on, [T] each."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+def mask_by_role(renderer: ChatRenderer, messages: list[Message], loss_roles: tuple[str, ...]) -> list[MaskedSequence]:
+    """Supervised sequences of one conversation, training on the turns of `loss_roles` (content and end-of-turn tokens).
+
+    One sequence if the template only ever appends; otherwise one for each piece that does.
+    """
+    sequences: list[MaskedSequence] = []
+    current, text = MaskedSequence([], []), ""
+    for index, message in enumerate(messages):
+        is_assistant = message["role"] == "assistant"
+        before = renderer.extend(text, messages[:index], add_generation_prompt=is_assistant) if index else ""
+        if before is None or renderer.extend(text + before, messages[: index + 1], False) is None:
+            sequences.append(current)
+            current, text = MaskedSequence([], []), ""
+            before = renderer.text(messages[:index], is_assistant)
+        text += before
+        turn = renderer.extend(text, messages[: index + 1], add_generation_prompt=False)
+        if turn is None:  # a template that renders a last assistant turn unlike an earlier one
+            raise ValueError("the chat template does not render a conversation as a prefix plus its last turn")
+        for piece, train in ((before, False), (turn, message["role"] in loss_roles)):
+            ids = renderer.encode(piece)
+            current.input_ids += ids
+            current.loss_mask += [train] * len(ids)
+        text += turn
+    sequences.append(current)
+    for sequence in sequences:
+        sequence.loss_mask[:1] = [False] * len(sequence.loss_mask[:1])  # nothing precedes the first token
+    return [s for s in sequences if any(s.loss_mask)]

@@ -1,0 +1,50 @@
+"""Where a trainer rank gets its batches: the orchestrator's HTTP server."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from prl.transport.batch import TrainBatch
+
+LONG_POLL_S = 30.0  # above the orchestrator's own 5 s, so that only a dead orchestrator runs into it
+
+
+class BatchClient:
+    """Synchronous client of the orchestrator's /train routes."""
+
+    def __init__(self, url: str, token: str, beat: Callable[[], None]) -> None:
+        self.url, self.beat = url, beat
+        self.headers = {"Authorization": f"Bearer {token}"}
+
+    def fetch(self, step: int, data_rank: int) -> TrainBatch:
+        """Wait for the batch of `step`; beats while waiting. Raises OSError when the orchestrator is gone."""
+        while True:
+            self.beat()
+            status, body = self._call(f"/train/batch?step={step}&data_rank={data_rank}", None, LONG_POLL_S)
+            if status == 200:
+                return TrainBatch.from_bytes(body)
+
+    def post(self, route: str, payload: dict[str, Any], timeout_s: float) -> None:
+        self._call(route, payload, timeout_s)
+
+    def _call(self, route: str, payload: dict[str, Any] | None, timeout_s: float) -> tuple[int, bytes]:
+        data = None if payload is None else json.dumps(payload).encode()
+        headers = self.headers | ({"Content-Type": "application/json"} if data else {})
+        request = urllib.request.Request(self.url + route, data=data, headers=headers)
+        for attempt in range(5):  # the orchestrator may still be starting
+            try:
+                with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                    return response.status, response.read()
+            except urllib.error.HTTPError as error:
+                detail = error.read().decode(errors="replace")[:500]
+                raise OSError(f"{route}: the orchestrator answered {error.code}: {detail}") from error
+            except (urllib.error.URLError, ConnectionError) as error:
+                if attempt == 4:
+                    raise OSError(f"{route}: no answer from the orchestrator at {self.url}: {error}") from error
+                time.sleep(0.2 * 2**attempt)
+        raise AssertionError("unreachable")

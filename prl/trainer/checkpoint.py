@@ -1,0 +1,124 @@
+"""The trainer's part of a checkpoint: model, optimizer and random state through torch.distributed.checkpoint.
+
+What is saved under one mesh can be loaded under another: DCP stores whole tensors' shards with their offsets.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from prl.config.errors import UserError
+from prl.runtime.checkpoints import staging_dir
+
+PART = "trainer"
+
+
+class TrainerCheckpointer:
+    """Saves in the background and loads. At most one save is in flight; `finish` waits for it."""
+
+    def __init__(self, run_dir: Path, asynchronous: bool) -> None:
+        self.run_dir, self.asynchronous = run_dir, asynchronous
+        # the background save has collectives of its own, which must not mix with those of training
+        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self.pending: tuple[int, Future[Any]] | None = None
+        self.saved_step = -1  # newest step whose trainer part is on disk
+
+    def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Start saving; the state is copied before this returns, so training may go on at once."""
+        assert self.pending is None, "finish() the save before"
+        target = staging_dir(self.run_dir, step) / PART
+        state = self._state(model, optimizers)
+        if self.asynchronous:
+            result = dcp.async_save(state, checkpoint_id=str(target), process_group=self.group)
+            self.pending = (step, result if isinstance(result, Future) else result.upload_completion)
+        else:
+            future: Future[Any] = Future()
+            self.pending = (step, future)
+            try:
+                future.set_result(dcp.save(state, checkpoint_id=str(target)))
+            except Exception as error:  # delivered by finish(), as for the asynchronous save
+                future.set_exception(error)
+
+    def finish(self, wait: bool = True) -> int | None:
+        """The step whose save has just completed, or None if there is none (or, with wait=False, none is done yet).
+
+        Raises UserError when the disk is full; the checkpoints before this one are untouched.
+        """
+        if self.pending is None or not (wait or self.pending[1].done()):
+            return None
+        step, future = self.pending
+        self.pending = None
+        try:
+            future.result()
+        except BaseException as error:  # DCP wraps rank failures in CheckpointException, a BaseException
+            if no_space(error):
+                raise disk_full(self.run_dir, step) from error
+            raise
+        self.saved_step = step
+        return step
+
+    def load(self, path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Restore the state saved under `path` (a complete checkpoint directory)."""
+        state = self._state(model, optimizers)
+        dcp.load(state, checkpoint_id=str(path / PART))
+        set_state_dict(
+            model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        _set_random_state(state.get(_random_key()))
+
+    def _state(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(model, optimizers)
+        return {"model": model_state, "optimizer": optimizer_state, _random_key(): _random_state()}
+
+
+def _random_key() -> str:
+    return f"random_state.{dist.get_rank()}"
+
+
+def _random_state() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def _set_random_state(state: dict[str, Any] | None) -> None:
+    if state is None:  # saved by fewer ranks than there are now
+        return
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def no_space(error: BaseException | None) -> bool:
+    """Whether ENOSPC or EDQUOT stands anywhere behind an exception, also inside DCP's per-rank failures and C++ writers."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        text = str(error)
+        if "No space left on device" in text or "Disk quota exceeded" in text or "file write failed" in text:
+            return True
+        failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {}
+        if any(no_space(wrapped[0]) for wrapped in failures.values()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def disk_full(run_dir: Path, step: int) -> UserError:
+    older = sorted(int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*[0-9]"))
+    survives = f"the checkpoint of step {older[-1]} is complete and survives" if older else "there was no older checkpoint"
+    return UserError(
+        f"the disk is full: the checkpoint of step {step} could not be written ({survives})",
+        where=str(run_dir / "checkpoints"),
+        why="no space left on the device, or the quota is used up",
+        fix=f"free space, then start the same command with output_dir={run_dir} to resume",
+    )

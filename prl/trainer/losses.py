@@ -1,0 +1,90 @@
+"""Policy-gradient losses, one small function each.
+
+All take the same `LossInputs` and return the loss of each trained token [M]; the caller sums over all tokens of the global
+batch and divides by the number of trained tokens (or of trained sequences, for losses in SEQUENCE_LEVEL).
+rho is always exp(logp_train - logp_infer): the behaviour policy is the engine that really sampled the token, whatever its
+version was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prl.config.schema import AlgoConfig
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    logp: Tensor  # [M] float32, of the policy in training; carries the gradient
+    logp_infer: Tensor  # [M] float32, of the distribution that the token was sampled from
+    advantages: Tensor  # [M] float32
+    doc_ids: Tensor  # [M] int64, which document of the micro-batch a token belongs to
+    num_docs: int
+
+
+def masked_importance(x: LossInputs, algo: AlgoConfig) -> Tensor:
+    """Importance-weighted policy gradient with masking by probability difference (prl's default; DESIGN.md).
+
+    -keep * A * rho + kl_tau * (log rho)^2. A token is dropped from the first term when the policy has already moved further
+    than allowed in the direction in which its advantage pushes: A > 0 and p_train - p_infer > mask_high, or A <= 0 and
+    p_train - p_infer < -mask_low. Differences of probabilities rather than ratios: a ratio is large for rare tokens
+    whose probability hardly moved.
+    """
+    keep = masked_importance_keep(x, algo)
+    log_ratio = x.logp - x.logp_infer
+    return -keep * x.advantages * log_ratio.exp() + algo.kl_tau * log_ratio.square()
+
+
+def masked_importance_keep(x: LossInputs, algo: AlgoConfig) -> Tensor:
+    """[M] float32 of ones and zeros: the tokens that `masked_importance` trains on."""
+    moved = x.logp.detach().exp() - x.logp_infer.exp()
+    raised_enough = (x.advantages > 0) & (moved > algo.mask_high)
+    lowered_enough = (x.advantages <= 0) & (moved < -algo.mask_low)
+    return (~(raised_enough | lowered_enough)).float()
+
+
+def ppo_clip(x: LossInputs, algo: AlgoConfig) -> Tensor:
+    """PPO's clipped surrogate (arXiv:1707.06347); with clip_high > clip_low, DAPO's clip-higher (arXiv:2503.14476)."""
+    rho = (x.logp - x.logp_infer).exp()
+    clipped = rho.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    return -torch.minimum(rho * x.advantages, clipped * x.advantages)
+
+
+def cispo(x: LossInputs, algo: AlgoConfig) -> Tensor:
+    """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
+    rho = (x.logp.detach() - x.logp_infer).exp().clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    return -rho * x.advantages * x.logp
+
+
+def gspo(x: LossInputs, algo: AlgoConfig) -> Tensor:
+    """GSPO (arXiv:2507.18071): clipping on the sequence's ratio s = exp(mean of log rho over its tokens).
+
+    A sequence's loss -min(s * A, clip(s) * A) is spread evenly over its tokens, so the sum over tokens is the sum over
+    sequences.
+    """
+    log_ratio = x.logp - x.logp_infer
+    lengths = torch.zeros(x.num_docs, device=log_ratio.device).index_add(0, x.doc_ids, torch.ones_like(log_ratio))
+    lengths = lengths.clamp(min=1)
+    total = torch.zeros(x.num_docs, device=log_ratio.device).index_add(0, x.doc_ids, log_ratio)
+    ratio = (total / lengths).exp()[x.doc_ids]
+    clipped = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    return -torch.minimum(ratio * x.advantages, clipped * x.advantages) / lengths[x.doc_ids]
+
+
+LOSSES: dict[str, Callable[[LossInputs, AlgoConfig], Tensor]] = {
+    "masked_importance": masked_importance,
+    "ppo_clip": ppo_clip,
+    "cispo": cispo,
+    "gspo": gspo,
+}
+SEQUENCE_LEVEL = frozenset({"gspo"})
+
+
+def mismatch_kl(logp: Tensor, logp_infer: Tensor) -> Tensor:
+    """[M] k3 estimate of KL(infer || train) per token, rho - log rho - 1 (http://joschu.net/blog/kl-approx.html)."""
+    log_ratio = (logp - logp_infer).detach()
+    return log_ratio.exp() - log_ratio - 1

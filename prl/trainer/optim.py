@@ -1,0 +1,74 @@
+"""Optimizers, learning-rate schedules and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from prl.config.schema import OptimConfig, ScheduleConfig
+
+
+def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """One optimizer, or two for Muon: it orthogonalises the 2-D hidden matrices (torch.optim.Muon), AdamW has the rest.
+
+    The rest is what Muon is not defined for: embeddings, LM head, norms, and stacked experts (3-D). Muon's update is scaled
+    to AdamW's RMS ("match_rms_adamw", arXiv:2502.16982), so one learning rate serves both.
+    """
+    params = dict(model.named_parameters())
+    if config.type == "sgd":
+        return [torch.optim.SGD(params.values(), config.lr, config.momentum, weight_decay=config.weight_decay)]
+    hidden = {n: p for n, p in params.items() if config.type == "muon" and is_hidden_matrix(n, p)}
+    rest = [p for n, p in params.items() if n not in hidden]
+    adamw = torch.optim.AdamW(
+        rest, config.lr, config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
+    if not hidden:
+        return [adamw]
+    muon = torch.optim.Muon(
+        list(hidden.values()),
+        config.lr,
+        config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [muon, adamw]
+
+
+def is_hidden_matrix(name: str, param: Tensor) -> bool:
+    return param.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name
+
+
+def lr_factor(step: int, max_steps: int, schedule: ScheduleConfig) -> float:
+    """Multiplier of optim.lr at a 1-based step.
+
+    Linear warm-up from 0 over warmup_steps; then constant, linear or cosine decay to min_lr_ratio, or warm-up-stable-decay
+    (wsd, arXiv:2404.06395): constant, then linear decay over the last decay_steps.
+    """
+    if step <= schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.type == "constant":
+        return 1.0
+    after = step - schedule.warmup_steps
+    length = schedule.decay_steps or max_steps - schedule.warmup_steps
+    if schedule.type == "wsd":
+        after = step - (max_steps - schedule.decay_steps)
+        length = max(schedule.decay_steps, 1)
+    progress = min(max(after / max(length, 1), 0.0), 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.type == "cosine" else 1 - progress
+    return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left
+
+
+def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Global L2 norm of all gradients over all ranks; scales them down to max_norm when it is exceeded (0: never)."""
+    limit = max_norm if max_norm > 0 else math.inf
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,0 +1,206 @@
+"""The RL trainer: fetch a batch, take one optimizer step, publish the weights, repeat."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from prl.metrics.mfu import packed_flops, utilisation
+from prl.models.checkpoint import copy_tokenizer, hf_tensors, resolve_model_path, save_checkpoint
+from prl.runtime.child import ChildContext
+from prl.trainer.batches import BatchClient
+from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.losses import LOSSES, SEQUENCE_LEVEL, LossInputs, masked_importance_keep, mismatch_kl
+from prl.trainer.policy import Policy, TokenStats, peak_memory_bytes, seed_everything
+from prl.trainer.world import World, join_world, leave_world, sum_over_world
+from prl.transport.batch import MicroBatch, TrainBatch
+from prl.transport.weights import make_publisher
+
+
+def main(ctx: ChildContext) -> None:
+    """Entry of `trainer/<rank>` in an RL run."""
+    world = join_world(ctx)
+    try:
+        RLTrainer(ctx, world).run()
+    finally:
+        leave_world()
+
+
+class RLTrainer:
+    def __init__(self, ctx: ChildContext, world: World) -> None:
+        self.ctx, self.world, self.config = ctx, world, ctx.plan.config
+        seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
+        self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
+        self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
+        self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
+        self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, ctx.beat)
+        self.publisher = None
+        if world.is_main:
+            self.publisher = make_publisher(self.config.weight_transport, ctx.run_dir / "weights", ctx.token)
+        self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
+        self.announced: Future[None] | None = None
+
+    def run(self) -> None:
+        ctx = self.ctx
+        if ctx.resume_step:
+            path = ctx.run_dir / "checkpoints" / f"step_{ctx.resume_step}"
+            self.checkpointer.load(path, self.policy.model, self.policy.optimizers)
+        ctx.ready()
+        self.publish(ctx.resume_step)
+        step = ctx.resume_step
+        while step < self.config.max_steps:
+            started = time.perf_counter()
+            batch = self.client.fetch(step + 1, self.world.data_rank)
+            if batch.meta["stop"]:
+                break
+            waited = time.perf_counter() - started
+            row = self.train_step(batch)
+            step += 1
+            publish_s = self.publish(step)
+            self.finish_checkpoint(wait=False)
+            if batch.meta["checkpoint"]:
+                self.start_checkpoint(step)
+            self.log(step, row, waited, publish_s, time.perf_counter() - started)
+        self.end(step)
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: TrainBatch) -> dict[str, Any]:
+        """Forward and backward over this rank's micro-batches, then the optimizer step. Returns this step's numbers."""
+        started = time.perf_counter()
+        sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, mismatch KL, masked tokens, tokens
+        kls, flops = [], 0.0
+        for micro in batch.micro_batches:
+            self.ctx.beat()
+            stats = self.policy.forward(micro, self.config.inference.sampling.temperature)
+            sums += self.backward(batch, micro, stats, kls)
+            flops += packed_flops(self.config.model.card, micro.doc_lens.tolist())[0]
+        forward_backward_s = time.perf_counter() - started
+        grad_norm, optim_s = self.policy.optimizer_step(batch.step)
+        loss, entropy, kl, masked, tokens = sum_over_world(sums).tolist()
+        padded = self.config.seq_len * len(batch.micro_batches) * self.world.data_ranks
+        useful = sum(m.num_tokens for m in batch.micro_batches)
+        return {
+            "loss": loss,
+            "entropy": entropy / max(tokens, 1),
+            "mismatch_kl_mean": kl / max(tokens, 1),
+            "mismatch_kl_p999": float(np.quantile(np.concatenate(kls), 0.999)) if tokens else 0.0,
+            "mismatch_kl_max": float(np.concatenate(kls).max()) if tokens else 0.0,
+            "masked_fraction": masked / max(tokens, 1),
+            "grad_norm": grad_norm,
+            "loss_tokens": batch.loss_tokens,
+            "tokens": useful * self.world.data_ranks if self.world.data_ranks == 1 else self._sum(useful),
+            "padded_tokens": padded,
+            "forward_backward_s": forward_backward_s,
+            "optim_s": optim_s,
+            "flops": flops,
+        }
+
+    def backward(self, batch: TrainBatch, micro: MicroBatch, stats: TokenStats, kls: list[np.ndarray]) -> torch.Tensor:
+        """Gradient of one micro-batch's share of the global loss; returns the sums that the metrics need."""
+        algo, device = self.config.algo, self.world.device
+        doc_ids = torch.from_numpy(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens)).to(device)
+        logp_infer = torch.tensor(micro.logp_infer, device=device)[stats.rows]
+        advantages = torch.tensor(micro.advantages, device=device)[stats.rows]
+        inputs = LossInputs(stats.logp, logp_infer, advantages, doc_ids[stats.rows], len(micro.doc_lens))
+        per_token = LOSSES[algo.loss](inputs, algo) - algo.entropy_coef * stats.entropy
+        denominator = batch.loss_docs if algo.loss in SEQUENCE_LEVEL else batch.loss_tokens
+        loss = per_token.sum() / max(denominator, 1)
+        loss.backward()
+        kl = mismatch_kl(stats.logp, logp_infer)
+        kls.append(kl.cpu().numpy())
+        masked = 0.0
+        if algo.loss == "masked_importance":
+            masked = float((1 - masked_importance_keep(inputs, algo)).sum())
+        numbers = [loss.item(), stats.entropy.sum().item(), kl.sum().item(), masked, len(stats.rows)]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def _sum(self, value: float) -> int:
+        return int(sum_over_world(torch.tensor([value], dtype=torch.float64)).item())
+
+    # --- weights and checkpoints --------------------------------------------------------------------------------------
+
+    def publish(self, version: int) -> float:
+        """Hand the weights of `version` to the engines; returns the seconds that the trainer itself spent on it."""
+        started = time.perf_counter()
+        tensors = hf_tensors(self.policy.model)
+        if self.publisher is None:
+            for _ in tensors:  # take part in the gathers
+                pass
+            return time.perf_counter() - started
+        self.await_announced()
+        update_info = self.publisher.publish(version, tensors)
+        self.announced = self.poster.submit(self.announce, version, update_info)
+        return time.perf_counter() - started
+
+    def announce(self, version: int, update_info: dict[str, Any]) -> None:
+        assert self.publisher is not None
+        payload = {"version": version, "update_info": update_info}
+        self.client.post("/train/weights", payload, self.config.weight_transport.timeout_s)
+        self.publisher.acknowledge()
+
+    def await_announced(self) -> None:
+        if self.announced is not None:
+            self.announced.result()
+            self.announced = None
+
+    def start_checkpoint(self, step: int) -> None:
+        self.finish_checkpoint(wait=True)
+        self.checkpointer.save(step, self.policy.model, self.policy.optimizers)
+
+    def finish_checkpoint(self, wait: bool) -> None:
+        """Report a completed save to the orchestrator, which adds its own part and commits."""
+        # DCP's coordinator is rank 0: its save completes only after every rank has written its shards
+        step = self.checkpointer.finish(wait)
+        if step is not None and self.world.is_main:
+            self.client.post("/train/checkpoint", {"step": step}, self.config.deployment.stop_timeout_s)
+
+    def end(self, step: int) -> None:
+        """Last checkpoint, export, goodbye."""
+        finished = step >= self.config.max_steps
+        self.finish_checkpoint(wait=True)
+        wanted = self.config.ckpt.at_end if finished else True
+        if wanted and step > 0 and self.checkpointer.saved_step != step and step != self.ctx.resume_step:
+            self.start_checkpoint(step)
+            self.finish_checkpoint(wait=True)
+        if finished and self.config.ckpt.export_hf:
+            self.export()
+        if self.world.is_main:
+            self.await_announced()
+            self.client.post("/train/done", {"step": step}, self.config.deployment.stop_timeout_s)
+
+    def export(self) -> None:
+        """The policy as a Hugging Face checkpoint with its tokenizer, under <run>/export/."""
+        tensors = hf_tensors(self.policy.model)
+        if not self.world.is_main:
+            for _ in tensors:
+                pass
+            return
+        target = self.ctx.run_dir / "export"
+        save_checkpoint(tensors, target, self.config.model.card)
+        copy_tokenizer(self.model_path, target)
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def log(self, step: int, row: dict[str, Any], waited: float, publish_s: float, step_s: float) -> None:
+        busy_s = row["forward_backward_s"] + row["optim_s"]
+        mfu, formula = utilisation(row.pop("flops"), busy_s, self.world.device.type)
+        self.ctx.metrics.log(
+            step=step,
+            policy_version=step,
+            lr=self.policy.lr,
+            **row,
+            wait_for_batch_s=waited,
+            publish_s=publish_s,
+            step_s=step_s,
+            tokens_per_s=row["tokens"] / step_s,
+            train_tokens_per_s=row["tokens"] / busy_s,
+            mfu=mfu,
+            mfu_formula=formula,
+            peak_memory_bytes=peak_memory_bytes(self.world.device),
+        )

@@ -1,0 +1,146 @@
+"""Supervised fine-tuning: the job of `python -m prl.sft`, and the warm start of `python -m prl.rl`."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prl.metrics.mfu import packed_flops, utilisation
+from prl.models.chat import ChatRenderer
+from prl.models.checkpoint import copy_tokenizer, hf_tensors, resolve_model_path, save_checkpoint
+from prl.models.tokenizer import load_tokenizer
+from prl.runtime.checkpoints import commit
+from prl.runtime.child import ChildContext
+from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
+from prl.trainer.sft_data import load_sft_data
+from prl.trainer.world import World, join_world, leave_world, sum_over_world
+from prl.transport.batch import MicroBatch
+from prl.transport.packing import deal_rows, padding_micro_batch
+
+
+def main(ctx: ChildContext) -> None:
+    """Entry of `trainer/<rank>` in an SFT run."""
+    world = join_world(ctx)
+    try:
+        SftTrainer(ctx, world).run()
+    finally:
+        leave_world()
+
+
+class SftTrainer:
+    def __init__(self, ctx: ChildContext, world: World) -> None:
+        assert ctx.plan.config.sft is not None
+        self.ctx, self.world, self.config, self.sft = ctx, world, ctx.plan.config, ctx.plan.config.sft
+        seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
+        self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
+        renderer = ChatRenderer(load_tokenizer(self.config.model, self.model_path))
+        self.data = load_sft_data(self.sft, "train", renderer, self.config.seed)
+        self.val_rows = load_sft_data(self.sft, "held_out", renderer, self.config.seed).one_epoch()[: self.sft.val_rows]
+        self.policy = Policy(self.config, self.sft.optim, self.sft.max_steps, self.model_path, world)
+        self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
+
+    def run(self) -> None:
+        step = self.ctx.resume_step
+        if step:
+            path = self.ctx.run_dir / "checkpoints" / f"step_{step}"
+            self.checkpointer.load(path, self.policy.model, self.policy.optimizers)
+        rows = self.data.rows(skip=step * self.sft.batch_size)
+        self.ctx.ready()
+        reached = False
+        while step < self.sft.max_steps and not reached and not self.stop_requested():
+            started = time.perf_counter()
+            step += 1
+            row = self.train_step(step, list(islice(rows, self.sft.batch_size)))
+            if self.sft.val_interval and (step % self.sft.val_interval == 0 or step == self.sft.max_steps):
+                row["val_loss"] = self.validate()
+                reached = row["val_loss"] <= self.sft.target_val_loss
+            self.log(step, row, time.perf_counter() - started)
+            self.finish_checkpoint(wait=False)
+            if self.config.ckpt.interval and step % self.config.ckpt.interval == 0:
+                self.start_checkpoint(step)
+        self.end(step, finished=reached or step >= self.sft.max_steps)
+
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop: all ranks must leave the loop at the same step."""
+        self.ctx.beat()
+        return bool(sum_over_world(torch.tensor([float(self.ctx.stop_requested)])).item())
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def share(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        """This data rank's rows."""
+        mine = deal_rows([row.num_tokens for row in rows], self.world.data_ranks)[self.world.data_rank]
+        return [rows[i] if i >= 0 else padding_micro_batch(rows[0]) for i in mine]
+
+    def train_step(self, step: int, rows: list[MicroBatch]) -> dict[str, Any]:
+        started = time.perf_counter()
+        targets = sum(int(row.loss_mask.sum()) for row in rows)
+        loss, flops = 0.0, 0.0
+        for micro in self.share(rows):
+            share = -self.policy.forward(micro).logp.sum() / targets
+            share.backward()
+            loss += share.item()
+            flops += packed_flops(self.config.model.card, micro.doc_lens.tolist())[0]
+        grad_norm, _ = self.policy.optimizer_step(step)
+        total = sum_over_world(torch.tensor([loss], dtype=torch.float64)).item()
+        busy_s = time.perf_counter() - started
+        mfu, formula = utilisation(flops, busy_s, self.world.device.type)
+        tokens = sum(row.num_tokens for row in rows)
+        return {
+            "loss": total,
+            "grad_norm": grad_norm,
+            "lr": self.policy.lr,
+            "loss_tokens": targets,
+            "tokens": tokens,
+            "padded_tokens": self.sft.seq_len * len(rows),
+            "tokens_per_s": tokens / busy_s,
+            "mfu": mfu,
+            "mfu_formula": formula,
+        }
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss per target token over the held-out rows (nats)."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for micro in self.share(self.val_rows):
+            logp = self.policy.forward(micro).logp
+            sums += torch.tensor([-logp.sum().item(), len(logp)], dtype=torch.float64)
+        total, count = sum_over_world(sums).tolist()
+        return total / max(count, 1)
+
+    # --- checkpoints, export, metrics ---------------------------------------------------------------------------------
+
+    def start_checkpoint(self, step: int) -> None:
+        self.finish_checkpoint(wait=True)
+        self.checkpointer.save(step, self.policy.model, self.policy.optimizers)
+
+    def finish_checkpoint(self, wait: bool) -> None:
+        step = self.checkpointer.finish(wait)
+        if step is not None and self.world.is_main:
+            commit(self.ctx.run_dir, step, self.config.ckpt.keep)
+
+    def end(self, step: int, finished: bool) -> None:
+        self.finish_checkpoint(wait=True)
+        wanted = self.config.ckpt.at_end or not finished
+        if wanted and step > 0 and step not in (self.checkpointer.saved_step, self.ctx.resume_step):
+            self.start_checkpoint(step)
+            self.finish_checkpoint(wait=True)
+        if not (finished and self.config.ckpt.export_hf):
+            return
+        tensors = hf_tensors(self.policy.model)
+        if self.world.is_main:
+            save_checkpoint(tensors, self.ctx.run_dir / "export", self.config.model.card)
+            copy_tokenizer(self.model_path, self.ctx.run_dir / "export")
+        else:
+            for _ in tensors:  # take part in the gathers
+                pass
+
+    def log(self, step: int, row: dict[str, Any], step_s: float) -> None:
+        self.ctx.metrics.log(
+            step=step, **row, step_s=step_s, peak_memory_bytes=peak_memory_bytes(self.world.device)
+        )
