@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 
 from prl.config.errors import UserError
 from prl.config.locate import config_groups
@@ -20,7 +20,7 @@ def parse(lines: Iterable[str]) -> list[Override]:
     for line in lines:
         try:
             parsed.append(parser.parse_override(line))
-        except OverrideParseException as error:
+        except HydraException as error:
             raise UserError(
                 f"Cannot read the override {line!r}.",
                 why=str(error).splitlines()[0],

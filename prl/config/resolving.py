@@ -78,11 +78,11 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
 
 
 def _explain(key: str, items: list[dict[str, Any]]) -> UserError:
-    messages = [str(item["msg"]).removeprefix("Input should be ") for item in items]
-    expected = " or ".join(message.partition(", unable to")[0] for message in messages)
+    messages = [str(item["msg"]).replace("Input should be ", "it must be ").partition(", unable to")[0] for item in items]
+    expected = " or ".join([messages[0], *(message.removeprefix("it must be ") for message in messages[1:])])
     missing = all(item["type"] == "missing" for item in items)
     what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."
-    return UserError(what, where=key, why="it is required" if missing else f"it must be {expected}", fix=_suggest(key, items))
+    return UserError(what, where=key, why="it is required" if missing else expected, fix=_suggest(key, items))
 
 
 def _suggest(key: str, items: list[dict[str, Any]]) -> str:

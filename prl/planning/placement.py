@@ -1,0 +1,80 @@
+"""Who sits on which node and device: inference first, the trainer next, in the order of the visible devices."""
+
+from __future__ import annotations
+
+from prl.config.schema import RunConfig
+from prl.planning.run_plan import RolePlan
+
+
+def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
+    """All roles of a run: inference engines, the orchestrator, trainer ranks, environment workers.
+
+    Args:
+        train_world: number of trainer ranks.
+    """
+    deployment = config.deployment
+    if config.job == "sft":
+        return _trainers(config, train_world, first_device=0, first_node=0)
+    multi_node = deployment.type == "multi_node"
+    num_engines = deployment.num_infer_nodes * deployment.gpus_per_node if multi_node else deployment.num_infer_gpus
+    engines = _engines(config, num_engines)
+    if config.job == "inference":
+        return engines
+    first_device = deployment.num_infer_gpus if deployment.type == "disaggregated" else 0
+    first_node = deployment.num_infer_nodes if multi_node else 0
+    trainers = _trainers(config, train_world, first_device, first_node)
+    return (*engines, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
+
+
+def _engines(config: RunConfig, count: int) -> tuple[RolePlan, ...]:
+    """One engine per device."""
+    slots = _slots(config, count, first_device=0, first_node=0)
+    return tuple(_device_role("inference", rank, count, node, device) for rank, (node, device) in enumerate(slots))
+
+
+def _trainers(config: RunConfig, world: int, first_device: int, first_node: int) -> tuple[RolePlan, ...]:
+    slots = _slots(config, world, first_device, first_node)
+    return tuple(_device_role("trainer", rank, world, node, device) for rank, (node, device) in enumerate(slots))
+
+
+def _envs(config: RunConfig) -> tuple[RolePlan, ...]:
+    """One worker process per environment of the mix."""
+    names = list(config.env.mix)
+    return tuple(_host_role("env", f"env/{name}", index, len(names)) for index, name in enumerate(names))
+
+
+def _slots(config: RunConfig, count: int, first_device: int, first_node: int) -> list[tuple[int, int]]:
+    """(node, device) of `count` processes with one device each; only a multi_node deployment leaves the first node."""
+    if config.deployment.type != "multi_node":
+        return [(0, first_device + i) for i in range(count)]
+    per_node = config.deployment.gpus_per_node
+    return [(first_node + i // per_node, i % per_node) for i in range(count)]
+
+
+def _device_role(role: str, rank: int, world: int, node: int, device: int) -> RolePlan:
+    """`local_rank` is the position among the processes of this role on its node."""
+    local_rank = device if role == "inference" or node > 0 else rank
+    return RolePlan(
+        role=role,  # type: ignore[arg-type]  # one of the literals, by the callers above
+        index=rank,
+        name=f"{role}/{rank}",
+        node=node,
+        devices=(device,),
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world,
+    )
+
+
+def _host_role(role: str, name: str, index: int, world: int) -> RolePlan:
+    """A process without devices, on the first node."""
+    return RolePlan(
+        role=role,  # type: ignore[arg-type]
+        index=index,
+        name=name,
+        node=0,
+        devices=(),
+        rank=index,
+        local_rank=index,
+        world_size=world,
+    )
