@@ -1,0 +1,78 @@
+"""What an environment is: tasks, a rollout, a reward. Single-turn, multi-turn and tool-using ones all fit.
+
+    class Greeting(Environment):
+        def tasks(self, split):
+            return [Task("hello", (user("Say hello."),))]
+
+        def reward(self, task, messages):
+            return float("hello" in messages[-1]["content"].lower())
+
+The default `rollout` asks once. A multi-turn environment overrides it and calls `chat.reply(...)` as often as it likes; a tool is a
+message with role "tool" that the environment adds. An environment runs in a process of its own and never sees tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from prl.config.errors import UserError
+
+Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str}
+Split = Literal["train", "held_out"]
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem: what the model is shown first, and whatever the reward needs to know."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class ChatEnded(Exception):
+    """No further reply is to be had: the context is full or the turn limit is reached. A rollout may let it pass."""
+
+
+class Chat(Protocol):
+    """The conversation of one rollout."""
+
+    messages: list[Message]  # everything said so far
+
+    async def reply(self, *messages: Message) -> str:
+        """Add messages, sample the assistant's next turn, add it, return its text. Raises ChatEnded."""
+
+
+class Environment(ABC):
+    """Subclasses take their arguments (`env.mix.<name>.args`) as keyword arguments of the constructor."""
+
+    @abstractmethod
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """All tasks of a split, in a fixed order. "held_out" tasks are never trained on."""
+
+    async def rollout(self, task: Task, chat: Chat) -> None:
+        """Talk. The default shows the prompt and takes one reply."""
+        await chat.reply(*task.prompt)
+
+    @abstractmethod
+    def reward(self, task: Task, messages: list[Message]) -> float:
+        """Score the whole conversation. Raising, hanging or returning NaN costs this rollout, not the run."""
+
+    def demonstration(self, task: Task) -> list[Message]:
+        """A conversation worth imitating, for supervised warm starts."""
+        raise UserError(
+            f"environment {type(self).__name__} has no demonstrations",
+            where="warm_start.data.source or data.source",
+            fix="warm_start=none, or another data source",
+        )

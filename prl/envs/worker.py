@@ -1,0 +1,156 @@
+"""The process `env/<name>`: runs rollouts of one environment for the orchestrator over one websocket.
+
+Messages are JSON objects with "op"; "rollout" is the orchestrator's id of the rollout.
+orchestrator -> worker: start {split, index}, assistant {content}, ended, cancel
+worker -> orchestrator: hello {counts}, reply {messages}, done {reward, task}, failed {error}
+The orchestrator has the tokenizer and the engines; this side has only text, and code that may raise, hang or return nonsense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import WSMsgType, web
+
+from prl.config.schema import EnvConfig
+from prl.envs.loading import load_env
+from prl.envs.protocol import ChatEnded, Environment, Message, Task
+from prl.runtime.child import ChildContext
+
+MAX_STUCK_REWARDS = 8  # threads that never came back; beyond that the process starts afresh
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class TooManyStuckRewards(RuntimeError):
+    """Reward threads keep hanging; only a new process gets rid of them."""
+
+
+def main(ctx: ChildContext) -> None:
+    """Entry of `env/<name>`."""
+    config = ctx.plan.config.env
+    name = ctx.role.name.removeprefix("env/")
+    source = config.mix[name]
+    asyncio.run(EnvWorker(ctx, load_env(source.id, source.args), config).run())
+
+
+class RemoteChat:
+    """A `Chat` whose replies come from the orchestrator."""
+
+    def __init__(self, worker: EnvWorker, rollout: str) -> None:
+        self.messages: list[Message] = []
+        self.worker, self.rollout = worker, rollout
+        self.answer: asyncio.Future[str | None] | None = None
+
+    async def reply(self, *messages: Message) -> str:
+        self.messages += messages
+        self.answer = asyncio.get_running_loop().create_future()
+        await self.worker.send({"op": "reply", "rollout": self.rollout, "messages": list(messages)})
+        content = await self.answer
+        if content is None:
+            raise ChatEnded
+        self.messages.append({"role": "assistant", "content": content})
+        return content
+
+
+class EnvWorker:
+    def __init__(self, ctx: ChildContext, env: Environment, config: EnvConfig) -> None:
+        self.ctx, self.env, self.config = ctx, env, config
+        self.tasks: dict[str, Sequence[Task]] = {"train": env.tasks("train"), "held_out": env.tasks("held_out")}
+        self.chats: dict[str, RemoteChat] = {}
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.socket: web.WebSocketResponse | None = None
+        self.stuck = 0
+
+    async def run(self) -> None:
+        app = web.Application()
+        app.router.add_get("/ws", self.serve)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        assert self.ctx.listen_socket is not None
+        await web.SockSite(runner, self.ctx.listen_socket).start()
+        self.ctx.ready()
+        while not self.ctx.stop_requested:
+            self.ctx.beat()
+            if self.stuck >= MAX_STUCK_REWARDS:
+                raise TooManyStuckRewards(f"{self.stuck} reward computations of {self.ctx.role.name} never returned")
+            await asyncio.sleep(0.1)
+        await runner.cleanup()
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {self.ctx.token}":
+            return web.Response(status=401, text="wrong or missing token")
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES)
+        await socket.prepare(request)
+        self.socket = socket
+        await self.send({"op": "hello", "counts": {split: len(tasks) for split, tasks in self.tasks.items()}})
+        async for message in socket:
+            if message.type == WSMsgType.TEXT:
+                self.handle(json.loads(message.data))
+        for task in self.running.values():
+            task.cancel()
+        return socket
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if self.socket is not None and not self.socket.closed:
+            with contextlib.suppress(ConnectionError):  # the orchestrator left; nobody waits for this rollout
+                await self.socket.send_str(json.dumps(message))
+
+    def handle(self, message: dict[str, Any]) -> None:
+        rollout, op = message["rollout"], message["op"]
+        if op == "start":
+            task = self.tasks[message["split"]][message["index"]]
+            self.running[rollout] = asyncio.create_task(self.run_rollout(rollout, task))
+        elif op == "cancel":
+            if rollout in self.running:
+                self.running[rollout].cancel()
+        elif rollout in self.chats:
+            answer = self.chats[rollout].answer
+            if answer is not None and not answer.done():
+                answer.set_result(message["content"] if op == "assistant" else None)
+
+    async def run_rollout(self, rollout: str, task: Task) -> None:
+        """One rollout from prompt to reward; whatever goes wrong in the environment's code fails only this one."""
+        chat = self.chats[rollout] = RemoteChat(self, rollout)
+        try:
+            with contextlib.suppress(ChatEnded):
+                await self.env.rollout(task, chat)
+            reward = await self.score(task, chat.messages)
+            await self.send({"op": "done", "rollout": rollout, "reward": reward, "task": task.id})
+        except Exception as error:
+            await self.send({"op": "failed", "rollout": rollout, "error": f"{type(error).__name__}: {error}"})
+        finally:
+            self.chats.pop(rollout, None)
+            self.running.pop(rollout, None)
+
+    async def score(self, task: Task, messages: list[Message]) -> float:
+        """The reward, computed in a thread of its own, at most reward_timeout_s long. Raises what the reward raised."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[float] = loop.create_future()
+
+        def deliver(value: float | None, error: BaseException | None) -> None:
+            if not result.done():
+                result.set_exception(error) if error is not None else result.set_result(value)  # type: ignore[arg-type]
+
+        def compute() -> None:
+            try:
+                value, error = float(self.env.reward(task, messages)), None
+            except BaseException as caught:  # delivered to the rollout that waits for it
+                value, error = None, caught
+            with contextlib.suppress(RuntimeError):  # the loop is gone: the process is stopping
+                loop.call_soon_threadsafe(deliver, value, error)
+
+        threading.Thread(target=compute, daemon=True).start()
+        try:
+            value = await asyncio.wait_for(result, self.config.reward_timeout_s)
+        except TimeoutError:
+            self.stuck += 1
+            raise TimeoutError(f"no reward after {self.config.reward_timeout_s} s") from None
+        if not math.isfinite(value):
+            raise ValueError(f"the reward is {value}")
+        return value
