@@ -1,0 +1,57 @@
+"""The `prl` console script: `prl rl ...` is `python -m prl.rl ...`, and the program that shell completion asks.
+
+Completion: `eval "$(prl -sc install=bash)"` (or fish, zsh). The shell then calls `prl -sc query=bash` with the line typed
+so far in COMP_LINE; the subcommand is cut out of it and Hydra answers for that subcommand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+COMMANDS = {  # subcommand -> module whose main() it is
+    "rl": "prl.rl",
+    "sft": "prl.sft",
+    "inference": "prl.inference.__main__",
+    "plan": "prl.plan",
+}
+USAGE = f"""usage: prl {{{",".join(COMMANDS)}}} [overrides]
+
+`prl rl ...` is the same as `python -m prl.rl ...`.
+Shell completion: eval "$(prl -sc install=bash)", or zsh or fish in the place of bash."""
+
+
+def main() -> None:
+    """Run a subcommand with the rest of the command line; leaves by SystemExit."""
+    program, *words = sys.argv
+    if words and words[0] in ("-sc", "--shell-completion"):
+        _complete(program, words)
+    elif words and words[0] in COMMANDS:
+        sys.argv = [program, *words[1:]]
+        _run(words[0])
+    elif words and words[0] in ("-h", "--help"):
+        print(USAGE)
+    else:
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(command: str) -> None:
+    importlib.import_module(COMMANDS[command]).main()
+
+
+def _complete(program: str, words: list[str]) -> None:
+    """Offer subcommands for the first word, and leave all else to Hydra."""
+    line = os.environ.get("COMP_LINE", "")
+    command, _, rest = line.partition(" ")[2].lstrip().partition(" ")
+    asked = any(word.startswith("query") for word in words)
+    if asked and (command not in COMMANDS or not line.partition(command)[2]):
+        print(" ".join(name for name in COMMANDS if name.startswith(command)))
+        return
+    os.environ["COMP_LINE"] = f"{program} {rest}"
+    _run(command if asked else "rl")
+
+
+if __name__ == "__main__":
+    main()

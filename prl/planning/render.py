@@ -1,0 +1,38 @@
+"""A plan as a table for people. The machine-readable form is `plan_to_json`."""
+
+from __future__ import annotations
+
+from prl.config.point import warm_start_key
+from prl.planning.run_plan import RolePlan, RunPlan
+
+HEADER = ("role", "node", "device", "rank", "world size")
+
+
+def render_plan(plan: RunPlan) -> str:
+    """The summary lines, then one row per process."""
+    rows = [HEADER, *(_row(role) for role in plan.roles)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*_summary(plan), "", *lines])
+
+
+def _row(role: RolePlan) -> tuple[str, ...]:
+    devices = ",".join(map(str, role.devices)) or "-"
+    return (role.name, str(role.node), devices, str(role.rank), str(role.world_size))
+
+
+def _summary(plan: RunPlan) -> list[str]:
+    config, mesh = plan.config, plan.mesh
+    nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
+    lines = [
+        f"point       {plan.point_id}",
+        f"job         {config.job}, model {config.model.name}, seed {config.seed}",
+        f"deployment  {config.deployment.type}, {nodes} with {plan.gpus_per_node} device slots",
+    ]
+    if plan.roles_of("trainer"):
+        sizes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}"
+        lines.append(f"mesh        {sizes} = {mesh.world_size} ranks; ep {mesh.ep}; {mesh.data_ranks} data ranks")
+    if config.warm_start is not None:
+        lines.append(f"warm start  {config.warm_start.max_steps} steps at most, cached as {warm_start_key(config)}")
+    return lines

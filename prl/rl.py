@@ -1,0 +1,24 @@
+"""`python -m prl.rl`: reinforcement learning, the main job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prl.config.entry import run_app
+
+if TYPE_CHECKING:
+    from prl.config.schema import RunConfig
+
+
+def launch(config: RunConfig) -> int:
+    from prl.runtime.launch import run
+
+    return run(config)
+
+
+def main() -> None:
+    run_app(launch, "rl")
+
+
+if __name__ == "__main__":
+    main()

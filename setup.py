@@ -1,0 +1,57 @@
+"""Packaging. `conf/` lies beside `prl/` in a checkout and inside it, as `prl/conf/`, in a wheel."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1] for line in (ROOT / "prl" / "__init__.py").read_text().splitlines() if line.startswith("__version__")
+)
+README = ROOT / "README.md"
+
+HF = ["datasets>=3"]
+MATH = [*HF, "math-verify>=0.8"]
+DEV = [
+    "build",
+    "hypothesis",
+    "mypy",
+    "pre-commit",
+    "psutil",
+    "pytest>=8",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "setuptools",
+    "wheel",
+]
+
+setup(
+    name="prl",
+    version=VERSION,
+    description="A Hydra-driven research sweep harness for reinforcement learning of language models",
+    long_description=README.read_text() if README.exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11,<3.13",
+    packages=[*find_packages(include=["prl", "prl.*", "launch", "launch.*"]), "prl.conf"],
+    package_dir={"prl.conf": "conf"},
+    package_data={"prl.conf": ["*.yaml", "*/*.yaml"]},
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "hydra-core>=1.3.2,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "hydra-submitit-launcher==1.2.0",
+        "submitit>=1.5,<2",
+        "pydantic>=2.7,<3",
+        "numpy",
+        "aiohttp>=3.9",
+        "matplotlib",
+        "rich",
+        "safetensors",
+        "tokenizers",
+        "transformers>=5,<6",
+        "wandb",
+    ],
+    extras_require={"dev": DEV, "hf": HF, "math": MATH},
+    entry_points={"console_scripts": ["prl = prl.cli:main"]},
+)
