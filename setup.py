@@ -5,9 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = next(
-    line.split('"')[1] for line in (ROOT / "prl" / "__init__.py").read_text().splitlines() if line.startswith("__version__")
-)
+LINES = (ROOT / "prl" / "__init__.py").read_text().splitlines()
+VERSION = next(line.split('"')[1] for line in LINES if line.startswith("__version__"))
 README = ROOT / "README.md"
 
 HF = ["datasets>=3"]

@@ -1,7 +1,7 @@
 """The `prl` console script: `prl rl ...` is `python -m prl.rl ...`, and the program that shell completion asks.
 
-Completion: `eval "$(prl -sc install=bash)"` (or fish, zsh). The shell then calls `prl -sc query=bash` with the line typed
-so far in COMP_LINE; the subcommand is cut out of it and Hydra answers for that subcommand.
+Completion: `eval "$(prl -sc install=bash)"` (or fish, zsh). The shell then calls `prl -sc query=bash` with the line
+typed so far in COMP_LINE; the subcommand is cut out of it and Hydra answers for that subcommand.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _run(command: str) -> None:
 def _complete(program: str, words: list[str]) -> None:
     """Offer subcommands for the first word, and leave all else to Hydra."""
     line = os.environ.get("COMP_LINE", "")
-    command, _, rest = line.partition(" ")[2].lstrip().partition(" ")
+    command, space, rest = line.partition(" ")[2].lstrip().partition(" ")
     asked = any(word.startswith("query") for word in words)
-    if asked and (command not in COMMANDS or not line.partition(command)[2]):
+    if asked and (command not in COMMANDS or not space):
         print(" ".join(name for name in COMMANDS if name.startswith(command)))
         return
     os.environ["COMP_LINE"] = f"{program} {rest}"

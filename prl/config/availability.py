@@ -12,44 +12,50 @@ from prl.config.schema import RunConfig
 from prl.config.world import resolve_world
 
 
-class NotAvailable(UserError):
+class NotAvailableError(UserError):
     """A valid wish that this version cannot fulfil."""
 
     def __init__(self, what: str, where: str, fix: str) -> None:
         super().__init__(f"{what} is not available in this version.", where=where, why="not built yet", fix=fix)
 
 
-def not_available(config: RunConfig) -> Iterator[NotAvailable]:
+def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     """All wishes of the config that must wait for a later version."""
     yield from _parallelism(config)
     yield from _memory(config)
     if config.inference.engine == "vllm":
-        yield NotAvailable("The vLLM engine", "inference.engine=vllm", "inference=torch")
+        yield NotAvailableError("The vLLM engine", "inference.engine=vllm", "inference=torch")
     if config.deployment.type == "multi_node":
-        yield NotAvailable("Deployment on several nodes", "deployment.type=multi_node", "deployment=disaggregated")
+        yield NotAvailableError("Deployment on several nodes", "deployment.type=multi_node", "deployment=disaggregated")
     if config.model.impl == "hf" or config.model.card.family == "other":
         where = f"model.impl={config.model.impl}, model.card.family={config.model.card.family}"
-        yield NotAvailable("Training with Hugging Face model code", where, "model.impl=custom with a Qwen3 model")
+        yield NotAvailableError("Training with Hugging Face model code", where, "model.impl=custom with a Qwen3 model")
     if config.model.attn.startswith("flash_attention"):
-        yield NotAvailable(f"Attention by {config.model.attn}", f"model.attn={config.model.attn}", "model.attn=auto")
+        yield NotAvailableError(
+            f"Attention by {config.model.attn}", f"model.attn={config.model.attn}", "model.attn=auto"
+        )
 
 
-def _parallelism(config: RunConfig) -> Iterator[NotAvailable]:
+def _parallelism(config: RunConfig) -> Iterator[NotAvailableError]:
     world = resolve_world(config)
     if world.ep > 1:
-        yield NotAvailable(f"Expert parallelism over {world.ep} ranks", f"parallelism.ep={world.ep}", "parallelism.ep=1")
+        yield NotAvailableError(
+            f"Expert parallelism over {world.ep} ranks", f"parallelism.ep={world.ep}", "parallelism.ep=1"
+        )
     if world.cp > 1:
-        yield NotAvailable(f"Context parallelism over {world.cp} ranks", f"parallelism.cp={world.cp}", "parallelism.cp=1")
+        yield NotAvailableError(
+            f"Context parallelism over {world.cp} ranks", f"parallelism.cp={world.cp}", "parallelism.cp=1"
+        )
     if config.parallelism.ep_comm_backend == "deepep":
         fix = "parallelism.ep_comm_backend=torch"
-        yield NotAvailable("Expert communication by DeepEP", "parallelism.ep_comm_backend=deepep", fix)
+        yield NotAvailableError("Expert communication by DeepEP", "parallelism.ep_comm_backend=deepep", fix)
 
 
-def _memory(config: RunConfig) -> Iterator[NotAvailable]:
+def _memory(config: RunConfig) -> Iterator[NotAvailableError]:
     memory = config.memory_recipe
     if memory.ac.mode == "selective":
         fix = "memory_recipe.ac.mode=full"
-        yield NotAvailable("Selective activation checkpointing", "memory_recipe.ac.mode=selective", fix)
+        yield NotAvailableError("Selective activation checkpointing", "memory_recipe.ac.mode=selective", fix)
     for name, wanted in (
         ("ac_offloading.enabled", memory.ac_offloading.enabled),
         ("fsdp_cpu_offload", memory.fsdp_cpu_offload),
@@ -58,7 +64,7 @@ def _memory(config: RunConfig) -> Iterator[NotAvailable]:
     ):
         if wanted:
             key = f"memory_recipe.{name}"
-            yield NotAvailable(name.split(".")[0], f"{key}=true", f"{key}=false")
+            yield NotAvailableError(name.split(".")[0], f"{key}=true", f"{key}=false")
     if memory.lora.rank:
         fix = "memory_recipe.lora.rank=0"
-        yield NotAvailable("LoRA", f"memory_recipe.lora.rank={memory.lora.rank}", fix)
+        yield NotAvailableError("LoRA", f"memory_recipe.lora.rank={memory.lora.rank}", fix)

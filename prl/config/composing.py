@@ -14,8 +14,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from prl.config.alias import register_memory_alias
 from prl.config.errors import ConfigError, UserError
+from prl.config.hydra_setup import register
 from prl.config.locate import conf_dir
 from prl.config.overrides import alias_conflict, choices_of, diagnose, parse
 
@@ -41,7 +41,7 @@ def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:
 @contextmanager
 def _hydra() -> Iterator[None]:
     """Hydra on our conf/, also from within a running Hydra application."""
-    register_memory_alias()
+    register()
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -83,18 +83,21 @@ def current_choices() -> dict[str, str]:
 def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigError:
     """Every problem with the overrides; Hydra's own message where none of them is to blame."""
     try:
-        found = _problems(overrides, config_name)
+        found = problems(overrides, config_name)
     except UserError as unreadable:
         found = [unreadable]
     if not found:
         cause = error.__cause__ or error
-        lines = [line.strip() for line in str(error).splitlines() or str(cause).splitlines()]
-        found = [UserError(lines[0] if lines else repr(cause), where=f"conf/{config_name}.yaml", why=" ".join(lines[1:4]))]
+        text = str(error) or str(cause)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        found = [
+            UserError(lines[0] if lines else repr(cause), where=f"conf/{config_name}.yaml", why=" ".join(lines[1:4]))
+        ]
     return ConfigError(found)
 
 
-def _problems(overrides: list[str], config_name: str) -> list[UserError]:
-    """Compare with the job's config as it is without any override (the schema is wider than one job)."""
+def problems(overrides: list[str], config_name: str) -> list[UserError]:
+    """What is wrong with the overrides, judged by the job's config without them: the schema is wider than one job."""
     with _hydra():
         base = hydra_compose(config_name=config_name, return_hydra_config=True)
     groups = {str(group) for group in base.hydra.runtime.choices if "/" not in str(group)} - {"local"}
@@ -105,7 +108,7 @@ def _problems(overrides: list[str], config_name: str) -> list[UserError]:
 
 def _dotted(cfg: DictConfig, prefix: str = "") -> list[str]:
     keys = []
-    for key in cfg:
+    for key in map(str, cfg):
         keys.append(f"{prefix}{key}")
         node = cfg._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():

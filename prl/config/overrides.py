@@ -74,7 +74,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     if close:
         return close[0]
     by_last = {key.rsplit(".", 1)[-1]: key for key in known}
-    close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.8)  # short names are alike by chance
     return by_last[close[0]] if close else None
 
 

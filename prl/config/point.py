@@ -37,7 +37,10 @@ def warm_start_key(config: RunConfig) -> str:
 
 
 def point_label(config: RunConfig) -> str:
-    """The directory of a point in its sweep: the swept choices, readable, and the point id, unique."""
-    swept = ",".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in config.swept.items())
-    readable = re.sub(r"[^\w.,=+-]+", "_", swept)[:120]
+    """The directory of a point in its sweep: the swept choices, readable, and the point id, unique.
+
+    Without `=` and `,`, so that a path can be pasted as `output_dir=PATH` unquoted.
+    """
+    swept = "_".join(f"{key.rsplit('.', 1)[-1]}-{value.replace(',', '+')}" for key, value in config.swept.items())
+    readable = re.sub(r"[^\w.+-]", "", swept)[:120]
     return f"{readable}-{point_id(config)}" if readable else point_id(config)

@@ -48,9 +48,15 @@ def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
     return config
 
 
+UNION_MEMBERS = ("int", "constrained-int", "float", "constrained-float", "str")  # names that pydantic appends
+
+
 def _missing(key: str) -> UserError:
     return UserError(
-        f"{key} has no value.", where=key, why="the chosen config leaves it to you", fix=f"{key}=VALUE on the command line"
+        f"{key} has no value.",
+        where=key,
+        why="the chosen config leaves it to you",
+        fix=f"{key}=VALUE on the command line",
     )
 
 
@@ -71,14 +77,14 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
     parts = [str(part) for part in location if "[" not in str(part)]
     key = ".".join(parts)
     parent = ".".join(parts[:-1])
-    if key not in known and parent in known and not any(other.startswith(parent + ".") for other in known):
-        if parts[-1] in ("int", "constrained-int", "str", "float") or parts[-1].startswith(("literal", "constrained")):
-            return parent
-    return key
+    is_leaf = parent in known and not any(other.startswith(parent + ".") for other in known)
+    return parent if key not in known and is_leaf and parts[-1] in UNION_MEMBERS else key
 
 
 def _explain(key: str, items: list[dict[str, Any]]) -> UserError:
-    messages = [str(item["msg"]).replace("Input should be ", "it must be ").partition(", unable to")[0] for item in items]
+    messages = [
+        str(item["msg"]).replace("Input should be ", "it must be ").partition(", unable to")[0] for item in items
+    ]
     expected = " or ".join([messages[0], *(message.removeprefix("it must be ") for message in messages[1:])])
     missing = all(item["type"] == "missing" for item in items)
     what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."

@@ -31,7 +31,7 @@ def card_is_complete(config: RunConfig) -> Iterator[UserError]:
     card = config.model.card
     if card.num_attention_heads % card.num_key_value_heads:
         yield UserError(
-            f"{card.num_attention_heads} attention heads cannot share {card.num_key_value_heads} key/value heads evenly.",
+            f"{card.num_attention_heads} heads cannot share {card.num_key_value_heads} key/value heads evenly.",
             where=f"model.card.num_key_value_heads={card.num_key_value_heads}",
             why="grouped-query attention gives each key/value head the same number of query heads",
             fix=f"model.card.num_key_value_heads={_next_divisor(card.num_key_value_heads, card.num_attention_heads)}",
@@ -145,7 +145,7 @@ def cp_divides_rows(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             f"A packed row of {config.seq_len} tokens cannot be split over {cp} ranks.",
             where=f"seq_len={config.seq_len}, parallelism.cp={cp}",
-            why="each rank takes two equal chunks of a row (a causal ring is balanced so): seq_len % (2 * cp) must be 0",
+            why="each rank takes two equal chunks of a row, to balance a causal ring: seq_len % (2 * cp) must be 0",
             fix=f"seq_len={-(-config.seq_len // (2 * cp)) * 2 * cp}",
         )
 
@@ -190,7 +190,7 @@ def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
         ),
     ):
         if broken:
-            why = "expert and context parallelism, selective checkpointing and the chunked LM head need model.impl=custom"
+            why = "EP, CP, selective checkpointing and the chunked LM head need model.impl=custom"
             yield UserError("Hugging Face model code cannot do this.", where=where, why=why, fix=fix)
 
 
@@ -272,13 +272,15 @@ def fsdp_groups_need_nodes(config: RunConfig) -> Iterator[UserError]:
 # --- job: rl ----------------------------------------------------------------------------------------------------------
 
 
-def rl_has_inference(config: RunConfig) -> Iterator[UserError]:
+def there_is_an_engine(config: RunConfig) -> Iterator[UserError]:
     deployment = config.deployment
+    if config.job == "sft":
+        return
     if deployment.num_infer_gpus == 0 or (deployment.type == "multi_node" and deployment.num_infer_nodes == 0):
         yield UserError(
             "Nobody samples: there is no inference engine.",
             where=f"deployment.num_infer_gpus={deployment.num_infer_gpus}",
-            why="RL trains on rollouts of the policy",
+            why="each engine sits on a device of its own, and this job needs at least one",
             fix="deployment.num_infer_gpus=1 deployment.num_infer_nodes=1",
         )
 
@@ -413,7 +415,10 @@ def sft_follows_the_run(config: RunConfig) -> Iterator[UserError]:
 
 
 def rows_fill_the_ranks(config: RunConfig) -> Iterator[UserError]:
-    ranks = resolve_world(config).data_ranks
+    world, experts = resolve_world(config), config.model.card.num_experts
+    if world.ep > 1 and (experts == 0 or experts % world.ep):
+        return  # dp_shard=auto follows from an impossible ep: the number of ranks is not what must change
+    ranks = world.data_ranks
     for key, sft in (("warm_start", config.warm_start), ("sft", config.sft)):
         if sft is not None and sft.batch_size % ranks:
             yield UserError(
@@ -424,7 +429,7 @@ def rows_fill_the_ranks(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-COMMON_RULES: tuple[Rule, ...] = (card_is_complete, random_model_names_its_tokenizer, gpus_suffice)
+COMMON_RULES: tuple[Rule, ...] = (card_is_complete, random_model_names_its_tokenizer, gpus_suffice, there_is_an_engine)
 TRAIN_RULES: tuple[Rule, ...] = (
     ep_divides_experts,
     ep_fits_the_fsdp_island,
@@ -440,7 +445,6 @@ TRAIN_RULES: tuple[Rule, ...] = (
     rows_fill_the_ranks,
 )
 RL_RULES: tuple[Rule, ...] = (
-    rl_has_inference,
     colocated_engines_have_a_trainer,
     there_is_an_env,
     groups_fill_the_batch,

@@ -1,7 +1,7 @@
 """The frozen run configuration. Hydra composes plain YAML; `RunConfig` is what it becomes at the one boundary.
 
-Every class here is one config group (or a part of one) under its key in `conf/`. Past this boundary no DictConfig exists.
-Rules that involve a single field live here as types; rules across groups live in `prl.config.rules`.
+Every class here is one config group (or a part of one) under its key in `conf/`. Past this boundary no DictConfig
+exists. Rules that involve a single field live here as types; rules across groups live in `prl.config.rules`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Group(BaseModel):
 class ModelCard(Group):
     """Architecture facts that rules and the plan need before any checkpoint is opened.
 
-    For a model without `path` the card *is* the architecture; for one with a path, the checkpoint's config.json must agree.
+    For a model without `path` the card *is* the architecture; for one with a path, the checkpoint's config.json must
+    agree.
     """
 
     family: Literal["qwen3", "qwen3_moe", "other"]
@@ -135,7 +136,7 @@ class DeploymentConfig(Group):
 
 
 class EnvSource(Group):
-    """One environment of the mix. `id` names a built-in (`prl.envs`) or `package.module:Class`; `args` goes to it as is."""
+    """One environment of the mix: `id` names a built-in of `prl.envs` or `package.module:Class`, `args` goes to it."""
 
     id: str
     weight: PositiveFloat = 1.0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def sweep_lines(overrides: list[str], config_name: str) -> list[str]:
-    """The overrides together with `hydra.sweeper.params`, which a sweep kept as YAML uses instead of the command line."""
+    """The overrides and `hydra.sweeper.params`, which a sweep kept as YAML uses instead of the command line."""
     fixed = [override.input_line or "" for override in parse(overrides) if not override.is_sweep_override()]
     params = compose_yaml(fixed, config_name).hydra.sweeper.get("params") or {}
     return [*(f"{key}={value}" for key, value in params.items()), *overrides]

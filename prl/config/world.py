@@ -41,7 +41,7 @@ def requested_devices(config: RunConfig) -> int | None:
 
 
 def resolve_world(config: RunConfig) -> World:
-    """The mesh: as asked for, `auto` being what fills the devices, or, without a number of them, the smallest that fits."""
+    """The mesh as asked for; `auto` is what fills the devices or, without a number of them, the smallest that fits."""
     parallelism, devices = config.parallelism, requested_devices(config)
     ep = 1 if parallelism.ep == "auto" else parallelism.ep
     if parallelism.dp_shard != "auto":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prl.config.schema import RunConfig
-from prl.planning.run_plan import RolePlan
+from prl.planning.run_plan import RoleName, RolePlan
 
 
 def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
@@ -51,11 +51,11 @@ def _slots(config: RunConfig, count: int, first_device: int, first_node: int) ->
     return [(first_node + i // per_node, i % per_node) for i in range(count)]
 
 
-def _device_role(role: str, rank: int, world: int, node: int, device: int) -> RolePlan:
+def _device_role(role: RoleName, rank: int, world: int, node: int, device: int) -> RolePlan:
     """`local_rank` is the position among the processes of this role on its node."""
     local_rank = device if role == "inference" or node > 0 else rank
     return RolePlan(
-        role=role,  # type: ignore[arg-type]  # one of the literals, by the callers above
+        role=role,
         index=rank,
         name=f"{role}/{rank}",
         node=node,
@@ -66,10 +66,10 @@ def _device_role(role: str, rank: int, world: int, node: int, device: int) -> Ro
     )
 
 
-def _host_role(role: str, name: str, index: int, world: int) -> RolePlan:
+def _host_role(role: RoleName, name: str, index: int, world: int) -> RolePlan:
     """A process without devices, on the first node."""
     return RolePlan(
-        role=role,  # type: ignore[arg-type]
+        role=role,
         index=index,
         name=name,
         node=0,

@@ -1,7 +1,7 @@
 """RunConfig -> RunPlan: which roles exist, where they sit, how large their worlds are.
 
-Pure: no clock, GPU, network or environment is read, so the same configuration always gives the same bytes. A run freezes
-its plan to `plan.json`; its processes read that and never compose a configuration again.
+Pure: no clock, GPU, network or environment is read, so the same configuration always gives the same bytes. A run
+freezes its plan to `plan.json`; its processes read that and never compose a configuration again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MeshPlan(Frozen):
 
 
 class RunPlan(Frozen):
-    """Everything the process tree needs to know. `gpus_per_node` is the number of device slots that the busiest node uses."""
+    """Everything the process tree needs to know. `gpus_per_node` counts the device slots that the busiest node uses."""
 
     point_id: str
     config: RunConfig
@@ -89,7 +89,8 @@ def make_plan(config: RunConfig) -> RunPlan:
 def warm_start_plan(plan: RunPlan) -> RunPlan | None:
     """The supervised job that runs before the first rollout, or None. Its result is cached under `warm_start_key`.
 
-    It is an ordinary SFT job of the same model on the trainer's layout: no checkpoints on the way, no wandb run of its own.
+    It is an ordinary SFT job of the same model on the trainer's layout, without checkpoints on the way and without a
+    wandb run of its own.
     """
     config = plan.config
     sft = config.warm_start
