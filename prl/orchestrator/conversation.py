@@ -1,0 +1,68 @@
+"""The token side of one rollout: messages in, exactly the sampled tokens kept."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from prl.config.schema import InferenceConfig
+from prl.models.chat import ChatRenderer, Message
+from prl.orchestrator.rollout import Generation, Sample
+
+Generate = Callable[[list[int], int], Awaitable[Generation]]  # (prompt ids, max_tokens) -> generation
+
+
+class Conversation:
+    """Renders each turn's text, tokenises only what is new, and collects training samples.
+
+    As long as the chat template appends, the whole conversation is one sample. Where it rewrites history, the sample so far is
+    closed and a new one starts from the rewritten prompt.
+    """
+
+    def __init__(self, renderer: ChatRenderer, config: InferenceConfig, max_turns: int, generate: Generate) -> None:
+        self.renderer, self.config, self.max_turns, self.generate = renderer, config, max_turns, generate
+        self.messages: list[Message] = []
+        self.samples: list[Sample] = [Sample()]
+        self.text = ""  # what samples[-1] says, as text
+        self.turns = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.truncated = False
+
+    async def reply(self, messages: list[Message]) -> str | None:
+        """The assistant's next turn after adding `messages`; None when turns or context are used up."""
+        self.messages += messages
+        if self.turns >= self.max_turns:
+            return None
+        sample = self._render_prompt()
+        room = self.config.max_model_len - len(sample.input_ids)
+        if room <= 0:
+            self.truncated = True
+            return None
+        generation = await self.generate(sample.input_ids, min(room, self.config.sampling.max_tokens))
+        if not generation.token_ids:
+            raise RuntimeError(f"the engine returned no token (finish_reason={generation.finish_reason})")
+        if self.turns == 0:
+            self.prompt_tokens = len(sample.input_ids)
+        self.turns += 1
+        self.completion_tokens += len(generation.token_ids)
+        self.truncated |= generation.finish_reason == "length"
+        sample.append_generation(generation)
+        self.text += self.renderer.decode(generation.token_ids, skip_special_tokens=False)
+        content = self.renderer.decode(generation.token_ids, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": content})
+        return content
+
+    def _render_prompt(self) -> Sample:
+        added = self.renderer.extend(self.text, self.messages)
+        if added is None:
+            self.samples.append(Sample())
+            added = self.renderer.text(self.messages, add_generation_prompt=True)
+            self.text = ""
+        sample = self.samples[-1]
+        sample.append_prompt(self.renderer.encode(added))
+        self.text += added
+        return sample
+
+    def finished_samples(self) -> list[Sample]:
+        """The samples that hold at least one sampled token."""
+        return [s for s in self.samples if any(s.loss_mask)]

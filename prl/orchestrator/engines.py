@@ -1,0 +1,135 @@
+"""The orchestrator's client of the inference engines: vLLM's own routes, whatever engine answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import re
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from prl.config.schema import InferenceConfig, SamplingConfig
+from prl.orchestrator.rollout import Generation
+
+
+class EngineError(RuntimeError):
+    """An engine refused or failed; the message names the route, the status and the engine's own words."""
+
+
+class EnginePool:
+    """All replicas. A new request goes to the replica with the fewest of ours in flight."""
+
+    def __init__(self, urls: list[str], config: InferenceConfig, token: str) -> None:
+        key = os.environ[config.api_key_var] if config.api_key_var else token
+        self.urls, self.config = urls, config
+        self.session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=config.request_timeout_s),
+        )
+        self.in_flight = [0] * len(urls)
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Wait until every replica answers /health. Raises EngineError after timeout_s."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        for url in self.urls:
+            while True:
+                try:
+                    async with self.session.get(f"{url}/health") as response:
+                        if response.status == 200:
+                            break
+                except aiohttp.ClientError:
+                    pass
+                if asyncio.get_running_loop().time() > deadline:
+                    raise EngineError(f"{url}/health: not ready after {timeout_s:.0f} s")
+                await asyncio.sleep(0.05)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        seed: int,
+        salt: str,
+        sampling: SamplingConfig,
+        request_id: str,
+        replica: int | None = None,
+    ) -> Generation:
+        """One completion. `salt` separates prefix caches: requests with different salts never share KV."""
+        index = min(range(len(self.urls)), key=self.in_flight.__getitem__) if replica is None else replica
+        body = {
+            "request_id": request_id,
+            "token_ids": prompt_ids,
+            "cache_salt": salt,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "max_tokens": max_tokens,
+                "seed": seed,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "logprobs": 0,
+            },
+        }
+        self.in_flight[index] += 1
+        try:
+            reply = await self._post(self.urls[index], "/inference/v1/generate", body)
+        finally:
+            self.in_flight[index] -= 1
+        return _parse_choice(reply["choices"][0])
+
+    # --- control, always on all replicas ------------------------------------------------------------------------------
+
+    async def everywhere(self, route: str, body: dict[str, Any] | None = None) -> None:
+        await asyncio.gather(*(self._post(url, route, body) for url in self.urls))
+
+    async def update_weights(self, version: int, update_info: dict[str, Any]) -> None:
+        """Swap weights between two decoding steps; running requests keep their KV and go on."""
+        await self.everywhere("/pause?mode=keep")
+        await self.everywhere("/start_weight_update")
+        await self.everywhere("/update_weights", {"update_info": update_info})
+        await self.everywhere("/finish_weight_update", {"weight_version": str(version)})
+        await self.everywhere("/resume")
+
+    async def queued(self, replica: int) -> int:
+        """Requests that a replica holds, waiting or running."""
+        async with self.session.get(f"{self.urls[replica]}/metrics") as response:
+            text = await response.text()
+        found = re.findall(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}]*\})? ([0-9.e+]+)", text, re.MULTILINE)
+        return int(sum(float(value) for value in found))
+
+    async def _post(self, url: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        try:
+            async with self.session.post(url + route, json=body) as response:
+                if response.status != 200:
+                    raise EngineError(f"{url}{route}: {response.status}: {(await response.text())[:500]}")
+                if response.content_type != "application/json":
+                    return {}
+                return await response.json()  # type: ignore[no-any-return]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"{url}{route}: {type(error).__name__}: {error}") from error
+
+
+def _parse_choice(choice: dict[str, Any]) -> Generation:
+    content = (choice.get("logprobs") or {}).get("content") or []
+    token_ids = choice["token_ids"] or []
+    versions = [0] * len(token_ids)
+    for span in choice.get("weight_versions") or []:
+        versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
+    routed = choice.get("routed_experts")
+    return Generation(
+        token_ids=token_ids,
+        logprobs=[entry["logprob"] for entry in content],
+        versions=versions,
+        finish_reason=choice["finish_reason"] or "stop",
+        routed_experts=None if routed is None else np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False),
+    )

@@ -1,0 +1,234 @@
+"""The orchestrator: tasks to rollouts to batches, new weights to engines, evaluation, its part of the checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prl.models.chat import ChatRenderer
+from prl.models.checkpoint import resolve_model_path
+from prl.models.tokenizer import load_tokenizer
+from prl.orchestrator.batching import build_batches, staleness
+from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.env_client import EnvClient
+from prl.orchestrator.evaluation import evaluate
+from prl.orchestrator.lockstep import Lockstep
+from prl.orchestrator.producer import Producer, StepGroups
+from prl.orchestrator.runner import RolloutRunner
+from prl.orchestrator.server import start_server
+from prl.orchestrator.tasks import TaskSampler
+from prl.runtime.checkpoints import commit, staging_dir
+from prl.runtime.child import ChildContext
+from prl.transport.batch import TrainBatch
+
+PART = "orchestrator"
+
+
+def main(ctx: ChildContext) -> None:
+    """Entry of `orchestrator`."""
+    asyncio.run(Orchestrator(ctx).run())
+
+
+class Orchestrator:
+    def __init__(self, ctx: ChildContext) -> None:
+        self.ctx, self.config = ctx, ctx.plan.config
+        self.colocated = self.config.deployment.type == "colocated"
+        self.step_ready = asyncio.Condition()
+        self.batches: dict[int, list[TrainBatch]] = {}  # by step; the newest two, so that a slow rank still finds its own
+        self.snapshots: dict[int, dict[str, Any]] = {}  # producer state after each handed-out step
+        self.stop_at: int | None = None  # first step that nobody will train
+        self.finished = asyncio.Event()  # the trainer said goodbye
+        self.version_known = asyncio.Event()
+        self.eval_lock = asyncio.Lock()  # evaluation and weight updates exclude each other
+        self.waiting_for_batch_since: float | None = None
+
+    async def run(self) -> None:
+        ctx, config = self.ctx, self.config
+        renderer = await asyncio.to_thread(self._load_renderer)
+        urls = [ctx.endpoints[role.name] for role in ctx.plan.roles_of("inference")]
+        self.engines = EnginePool(urls, config.inference, ctx.token)
+        self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.token) for name in config.env.mix}
+        background = [asyncio.create_task(env.serve()) for env in self.envs.values()]
+        server = await start_server(self, ctx.listen_socket, ctx.token)  # type: ignore[arg-type]
+        try:
+            await self._with_beats(self._wait_for_others())
+            lockstep = Lockstep(self.engines) if config.algo.max_off_policy_steps == 0 else None
+            self.runner = RolloutRunner(config, self.engines, self.envs, renderer, lockstep)
+            counts = {name: env.counts["train"] for name, env in self.envs.items()}
+            weights = {name: source.weight for name, source in config.env.mix.items()}
+            sampler = TaskSampler(counts, weights, config.seed)
+            self.producer = Producer(config, self.runner, sampler, taking_turns=self.colocated)
+            self._restore()
+            ctx.ready()
+            await self._with_beats(self._work())
+        finally:
+            for task in background:
+                task.cancel()
+            await self.engines.close()
+            await server.cleanup()
+
+    def _load_renderer(self) -> ChatRenderer:
+        path = resolve_model_path(self.config.model, Path(self.config.cache_dir), self.ctx.init_model_path)
+        return ChatRenderer(load_tokenizer(self.config.model, path))
+
+    async def _wait_for_others(self) -> None:
+        timeout_s = self.config.deployment.start_timeout_s
+        await self.engines.wait_healthy(timeout_s)
+        for env in self.envs.values():
+            await asyncio.wait_for(env.connected.wait(), timeout_s)
+
+    def _restore(self) -> None:
+        step = self.ctx.resume_step
+        if step:
+            path = self.ctx.run_dir / "checkpoints" / f"step_{step}" / PART / "state.json"
+            self.producer.resume(step, json.loads(path.read_text()))
+        self.snapshots[step] = self.producer.state()
+
+    async def _with_beats(self, work: Awaitable[None]) -> None:
+        """Run `work` while telling the supervisor that this event loop is alive, and watching for the request to stop."""
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            self.ctx.beat()
+            if self.ctx.stop_requested and self.stop_at is None:
+                await self._stop_after_current()
+            await asyncio.wait([task], timeout=0.2)
+        task.result()
+
+    async def _stop_after_current(self) -> None:
+        async with self.step_ready:
+            self.stop_at = max(self.batches, default=self.ctx.resume_step) + 1
+            self.step_ready.notify_all()
+
+    # --- the main work ------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        await self.version_known.wait()  # the trainer publishes before the first rollout
+        if self.config.eval.interval and self.config.eval.at_start and not self.ctx.resume_step:
+            await self._evaluate()
+        feeding = asyncio.create_task(self._feed())
+        goodbye = asyncio.create_task(self.finished.wait())
+        done, _ = await asyncio.wait([feeding, goodbye], return_when=asyncio.FIRST_COMPLETED)
+        if feeding in done:
+            feeding.result()
+            await goodbye
+        feeding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await feeding
+        await self.producer.stop()
+        trained_all = self.runner.version >= self.config.max_steps
+        if trained_all and self.config.eval.interval and self.config.eval.at_end and not self._due(self.runner.version):
+            await self._evaluate()
+
+    async def _feed(self) -> None:
+        """Collect batch after batch until max_steps."""
+        for step in range(self.ctx.resume_step + 1, self.config.max_steps + 1):
+            started = time.perf_counter()
+            groups = await self.producer.next_step()
+            generate_s = time.perf_counter() - started
+            interval = self.config.ckpt.interval
+            meta = {"stop": False, "checkpoint": bool(interval) and step % interval == 0}
+            batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
+            if self.colocated:
+                await self.engines.everywhere("/sleep?level=1")
+            async with self.step_ready:
+                self.snapshots[step] = self.producer.state()
+                self.batches[step] = batches
+                for old in [s for s in self.batches if s < step - self.config.algo.max_off_policy_steps - 1]:
+                    del self.batches[old]
+                for old in [s for s in self.snapshots if s < step - 2 * self.config.algo.max_off_policy_steps - 4]:
+                    del self.snapshots[old]
+                self.step_ready.notify_all()
+            self._log_step(groups, batches, generate_s)
+
+    def _due(self, version: int) -> bool:
+        interval = self.config.eval.interval
+        return bool(interval) and version > 0 and version % interval == 0
+
+    async def _evaluate(self) -> None:
+        """Evaluate the version now served; rollouts already running go on beside it, new ones wait."""
+        async with self.eval_lock:
+            await self.producer.hold(True)
+            counts = {name: env.counts["held_out"] for name, env in self.envs.items()}
+            started = time.perf_counter()
+            version = self.runner.version
+            row = await evaluate(self.runner, self.config.eval, self.config.inference.sampling, counts, version)
+            self.ctx.metrics.log(step=version, policy_version=version, eval_s=time.perf_counter() - started, **row)
+            await self.producer.hold(False)
+
+    # --- what the trainer asks ----------------------------------------------------------------------------------------
+
+    async def batch_for(self, step: int, data_rank: int, timeout_s: float) -> bytes | None:
+        """The batch of a step for one data rank; None when it is not ready within timeout_s."""
+        deadline = time.monotonic() + timeout_s
+        async with self.step_ready:
+            while step not in self.batches and not self._stopped_before(step):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.step_ready.wait(), left)
+            if step in self.batches:
+                return self.batches[step][data_rank].to_bytes()
+        return TrainBatch(step, [], 0, 0, {"stop": True, "checkpoint": False}).to_bytes()
+
+    def _stopped_before(self, step: int) -> bool:
+        return self.stop_at is not None and step >= self.stop_at
+
+    async def weights_published(self, version: int, update_info: dict[str, Any]) -> None:
+        """Bring all engines to `version`; returns when every one has acknowledged."""
+        async with self.eval_lock:
+            if self.colocated and self.version_known.is_set():
+                await self.engines.everywhere("/wake_up")
+            await self.engines.update_weights(version, update_info)
+            if self.version_known.is_set():
+                await self.producer.set_version(version)
+            else:  # before the first rollout
+                self.runner.version = version
+        self.version_known.set()
+        if self._due(version) and version > self.ctx.resume_step and self.stop_at is None:
+            await self._evaluate()
+
+    async def trainer_checkpointed(self, step: int) -> None:
+        """The trainer's part is on disk: add ours and make the checkpoint count."""
+        part = staging_dir(self.ctx.run_dir, step) / PART
+        part.mkdir(parents=True, exist_ok=True)
+        (part / "state.json").write_text(json.dumps(self.snapshots[step]))
+        await asyncio.to_thread(commit, self.ctx.run_dir, step, self.config.ckpt.keep)
+
+    async def trainer_done(self, step: int) -> None:
+        self.finished.set()
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def _log_step(self, groups: StepGroups, batches: list[TrainBatch], generate_s: float) -> None:
+        lags = staleness(batches)
+        finished = [r for g in groups.groups for r in g.finished]
+        row: dict[str, Any] = {
+            "reward": float(np.mean(groups.rewards)),
+            "reward_std": float(np.std(groups.rewards)),
+            "staleness_mean": float(lags.mean()) if lags.size else 0.0,
+            "staleness_max": int(lags.max(initial=0)),
+            "staleness_hist": np.bincount(lags, minlength=self.config.algo.max_off_policy_steps + 1).tolist(),
+            "dropped_stale": groups.dropped_stale,
+            "filtered_groups": groups.filtered_groups,
+            "failed_rollouts": sum(self.runner.stats.failures.values()),
+            "truncated": groups.truncated / max(groups.rollouts, 1),
+            "completion_tokens": float(np.mean([r.completion_tokens for r in finished])),
+            "prompt_tokens": float(np.mean([r.prompt_tokens for r in finished])),
+            "turns": float(np.mean([r.turns for r in finished])),
+            "rollouts": groups.rollouts,
+            "rollouts_inflight": self.runner.stats.in_flight,
+            "generate_s": generate_s,
+            "tokens_per_s": groups.completion_tokens / max(generate_s, 1e-9),
+        }
+        row |= {f"reward/{env}": float(np.mean(rewards)) for env, rewards in groups.rewards_by_env.items()}
+        if self.runner.stats.last_error:
+            row["last_rollout_error"] = self.runner.stats.last_error
+        self.ctx.metrics.log(step=groups.step, policy_version=groups.step - 1, **row)

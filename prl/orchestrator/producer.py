@@ -1,0 +1,180 @@
+"""Keeps rollouts flowing, and hands out one optimizer step's worth of groups at a time.
+
+How far generation may run ahead follows from the staleness bound alone. A group begun now will probably be trained at step
+S = next_step + outstanding // groups_per_batch, with policy S - 1 in training, so it may start while
+S - 1 - version <= max_off_policy_steps. What nevertheless arrives too old is dropped, counted and replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prl.config.schema import RunConfig
+from prl.orchestrator.advantages import group_advantages, has_signal
+from prl.orchestrator.rollout import Group, Rollout
+from prl.orchestrator.runner import RolloutRunner
+from prl.orchestrator.tasks import TaskSampler
+
+
+@dataclass
+class StepGroups:
+    """The groups of one optimizer step, and what was sampled but not trained while they were collected."""
+
+    step: int
+    groups: list[Group]
+    rewards: list[float] = field(default_factory=list)  # of every finished rollout, trained or filtered
+    rewards_by_env: dict[str, list[float]] = field(default_factory=dict)
+    completion_tokens: int = 0  # sampled for this step, dropped ones included
+    dropped_stale: int = 0  # groups
+    filtered_groups: int = 0
+    truncated: int = 0
+    rollouts: int = 0
+
+    def count(self, env: str, finished: list[Rollout]) -> None:
+        """Add a group's rollouts, trained or not, to the numbers of this step."""
+        rewards = [r.reward for r in finished]
+        self.rollouts += len(finished)
+        self.rewards += rewards
+        self.rewards_by_env.setdefault(env, []).extend(rewards)
+        self.completion_tokens += sum(r.completion_tokens for r in finished)
+        self.truncated += sum(r.truncated for r in finished)
+
+
+class Producer:
+    """Starts groups, collects them, and serves `next_step`."""
+
+    def __init__(self, config: RunConfig, runner: RolloutRunner, sampler: TaskSampler, taking_turns: bool) -> None:
+        self.config, self.algo, self.runner, self.sampler = config, config.algo, runner, sampler
+        self.groups_per_batch = self.algo.batch_size // self.algo.group_size
+        # with colocated engines, and in synchronous runs, nothing is generated while the trainer trains
+        self.run_ahead = 0 if taking_turns else self.algo.max_off_policy_steps
+        self.synchronous = self.algo.max_off_policy_steps == 0
+        self.next_group = 0
+        self.requeued: list[int] = []  # group indices to run again before new ones (after a resume)
+        self.in_flight: dict[int, asyncio.Task[None]] = {}
+        self.ready: list[Group] = []
+        self.changed = asyncio.Condition()
+        self.current = StepGroups(1, [])
+        self.error: BaseException | None = None
+        self.holding = False  # no new groups while an evaluation has the engines
+
+    def resume(self, step: int, state: dict[str, object]) -> None:
+        """Continue behind `step`, with the state that `state()` gave for it."""
+        self.current = StepGroups(step + 1, [])
+        self.next_group = int(state["next_group"])  # type: ignore[call-overload]
+        self.requeued = list(state["outstanding"])  # type: ignore[call-overload]
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint must hold: where to go on, and which groups were sampled but not trained."""
+        return {"next_group": self.next_group, "outstanding": sorted([*self.in_flight, *(g.index for g in self.ready)])}
+
+    # --- starting groups ----------------------------------------------------------------------------------------------
+
+    def start_groups(self) -> None:
+        """Start as many groups as may run now."""
+        if not self.synchronous:
+            while self._lands_in_time(len(self.in_flight) + len(self.ready)):
+                self._start_one()
+        elif not self.in_flight and self._lands_in_time(0):
+            # waves: replacements start together, when nothing else runs, so that their order does not depend on timing
+            for _ in range(self.groups_per_batch - len(self.ready)):
+                self._start_one()
+
+    def _lands_in_time(self, outstanding: int) -> bool:
+        """Whether a group begun behind `outstanding` others would be young enough for the step that it lands in."""
+        lands_at = self.current.step + outstanding // self.groups_per_batch
+        return not self.holding and lands_at <= self.config.max_steps and lands_at - 1 - self.runner.version <= self.run_ahead
+
+    def _start_one(self) -> None:
+        if self.requeued:
+            index = self.requeued.pop(0)
+        else:
+            index, self.next_group = self.next_group, self.next_group + 1
+        running = self.runner.start_group(index, self.sampler[index], self.algo.group_size)
+        self.in_flight[index] = asyncio.create_task(self._collect(index, running))
+
+    async def _collect(self, index: int, running: asyncio.Task[Group]) -> None:
+        try:
+            group = await running
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        except Exception as error:  # raised again by next_step, where the run can end with it
+            self.error = error
+            group = Group(index, "", 0)
+        async with self.changed:
+            del self.in_flight[index]
+            self._take(group)
+            self.start_groups()
+            self.changed.notify_all()
+
+    def _take(self, group: Group) -> None:
+        """Score a finished group; keep it if there is something to learn from it."""
+        finished, current = group.finished, self.current
+        if not finished:
+            return
+        current.count(group.env, finished)
+        advantages = group_advantages(
+            np.array([r.reward for r in finished]),
+            np.array([r.completion_tokens for r in finished]),
+            np.array([r.truncated for r in finished]),
+            self.algo,
+            self.config.inference.sampling.max_tokens,
+        )
+        # once so many were replaced, take groups as they come: a policy that solves everything must not sample for ever
+        replaceable = current.filtered_groups < self.algo.max_replacement_ratio * self.groups_per_batch
+        if self.algo.filter_zero_signal and replaceable and not has_signal(advantages):
+            current.filtered_groups += 1
+            return
+        for rollout, advantage in zip(finished, advantages, strict=True):
+            rollout.advantage = float(advantage)
+        self.ready.append(group)
+        if self.synchronous:
+            self.ready.sort(key=lambda g: g.index)
+
+    # --- handing out steps --------------------------------------------------------------------------------------------
+
+    async def next_step(self) -> StepGroups:
+        """Wait for a full batch whose every token is young enough for its step. Raises what killed the rollouts."""
+        async with self.changed:
+            while True:
+                if self.error is not None:
+                    raise self.error
+                self._drop_stale()
+                self.start_groups()
+                if len(self.ready) >= self.groups_per_batch:
+                    taken, self.ready = self.ready[: self.groups_per_batch], self.ready[self.groups_per_batch :]
+                    finished, self.current = self.current, StepGroups(self.current.step + 1, [])
+                    finished.groups = taken
+                    self.start_groups()
+                    return finished
+                await self.changed.wait()
+
+    def _drop_stale(self) -> None:
+        bound = self.current.step - 1 - self.algo.max_off_policy_steps  # oldest version that may still be trained
+        young = [g for g in self.ready if g.oldest_version >= bound]
+        self.current.dropped_stale += len(self.ready) - len(young)
+        self.ready = young
+
+    async def set_version(self, version: int) -> None:
+        async with self.changed:
+            self.runner.version = version
+            self.start_groups()
+            self.changed.notify_all()
+
+    async def hold(self, holding: bool) -> None:
+        async with self.changed:
+            self.holding = holding
+            if not holding:
+                self.start_groups()
+            self.changed.notify_all()
+
+    async def stop(self) -> None:
+        self.holding = True
+        tasks = list(self.in_flight.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,130 @@
+"""Runs single rollouts and whole groups against environments and engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+
+from prl.config.schema import RunConfig, SamplingConfig
+from prl.envs.protocol import Message
+from prl.models.chat import ChatRenderer
+from prl.orchestrator.conversation import Conversation
+from prl.orchestrator.engines import EngineError, EnginePool
+from prl.orchestrator.env_client import EnvClient, RolloutFailed
+from prl.orchestrator.lockstep import Lockstep
+from prl.orchestrator.rollout import Generation, Group, Rollout
+from prl.orchestrator.tasks import TaskChoice, request_seed
+
+MAX_FAILURES_IN_A_ROW = 200
+
+
+class NothingWorks(RuntimeError):
+    """Every rollout of a long row failed: this is no single bad rollout any more."""
+
+
+@dataclass
+class RunnerStats:
+    failures: Counter[str] = field(default_factory=Counter)  # message -> times
+    failed_in_a_row: int = 0
+    in_flight: int = 0
+    last_error: str = ""
+
+
+class RolloutRunner:
+    """Bounded concurrency over all rollouts, training and evaluation together."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: EnginePool,
+        envs: dict[str, EnvClient],
+        renderer: ChatRenderer,
+        lockstep: Lockstep | None,
+    ) -> None:
+        self.config, self.engines, self.envs, self.renderer, self.lockstep = config, engines, envs, renderer, lockstep
+        # a barrier over all live rollouts cannot also limit how many of them are alive
+        limit = 1 << 30 if lockstep else config.inference.max_concurrent_rollouts
+        self.slots = asyncio.Semaphore(limit)
+        self.stats = RunnerStats()
+        self.version = 0  # policy version that the engines serve
+
+    def start_group(self, index: int, choice: TaskChoice, size: int) -> asyncio.Task[Group]:
+        """Begin all rollouts of one task. The task never raises for what an environment or engine does wrong."""
+        names = [f"train-{index:09d}-{i:04d}" for i in range(size)]
+        jobs = [self.start_rollout(choice, "train", name, self.config.inference.sampling) for name in names]
+
+        async def finish() -> Group:
+            try:
+                return Group(index, choice.env, size, list(await asyncio.gather(*jobs)))
+            finally:
+                for job in jobs:
+                    job.cancel()
+
+        return asyncio.create_task(finish())
+
+    def start_rollout(
+        self, choice: TaskChoice, split: str, name: str, sampling: SamplingConfig
+    ) -> asyncio.Task[Rollout | None]:
+        """Begin one rollout; its result is None if it failed (counted in `stats`). `name` orders it and seeds its sampling."""
+        if self.lockstep:
+            self.lockstep.enter()  # before anything runs, so that the barrier knows everybody who is to come
+        return asyncio.create_task(self._run(choice, split, name, sampling))
+
+    async def _run(self, choice: TaskChoice, split: str, name: str, sampling: SamplingConfig) -> Rollout | None:
+        try:
+            async with self.slots:
+                self.stats.in_flight += 1
+                try:
+                    rollout = await asyncio.wait_for(
+                        self._converse(choice, split, name, sampling), self.config.env.rollout_timeout_s
+                    )
+                finally:
+                    self.stats.in_flight -= 1
+            self.stats.failed_in_a_row = 0
+            return rollout
+        except (RolloutFailed, EngineError, TimeoutError) as error:
+            self._count_failure(error)
+            return None
+        finally:
+            if self.lockstep:
+                self.lockstep.leave()
+
+    def _count_failure(self, error: Exception) -> None:
+        text = str(error) or f"no end after {self.config.env.rollout_timeout_s} s"
+        self.stats.failures[text] += 1
+        self.stats.last_error = text
+        self.stats.failed_in_a_row += 1
+        if self.stats.failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise NothingWorks(f"{MAX_FAILURES_IN_A_ROW} rollouts in a row failed; the last one: {text}")
+
+    async def _converse(self, choice: TaskChoice, split: str, name: str, sampling: SamplingConfig) -> Rollout:
+        async def generate(prompt_ids: list[int], max_tokens: int) -> Generation:
+            request_id = f"{name}-{conversation.turns:03d}"
+            seed = request_seed(self.config.seed, request_id)
+            salt = f"{split}-{self.version}"
+
+            def send(replica: int | None) -> Awaitable[Generation]:
+                return self.engines.generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, replica)
+
+            return await (self.lockstep.request(request_id, send) if self.lockstep else send(None))
+
+        async def answer(messages: list[Message]) -> str | None:
+            return await conversation.reply(messages)
+
+        conversation = Conversation(self.renderer, self.config.inference, self.config.env.max_turns, generate)
+        task, reward = await self.envs[choice.env].run(split, choice.index, answer)
+        samples = conversation.finished_samples()
+        if not samples:
+            raise RolloutFailed("the environment scored a conversation without a single reply")
+        return Rollout(
+            env=choice.env,
+            task=task,
+            reward=reward,
+            samples=samples,
+            prompt_tokens=conversation.prompt_tokens,
+            completion_tokens=conversation.completion_tokens,
+            truncated=conversation.truncated,
+            turns=conversation.turns,
+        )

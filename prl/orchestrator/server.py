@@ -1,0 +1,57 @@
+"""The orchestrator's HTTP routes for the trainer: batches out, news of weights and checkpoints in."""
+
+from __future__ import annotations
+
+import socket
+from typing import Protocol
+
+from aiohttp import web
+
+LONG_POLL_S = 5.0
+
+
+class TrainerService(Protocol):
+    """What the routes call."""
+
+    async def batch_for(self, step: int, data_rank: int, timeout_s: float) -> bytes | None: ...
+    async def weights_published(self, version: int, update_info: dict[str, object]) -> None: ...
+    async def trainer_checkpointed(self, step: int) -> None: ...
+    async def trainer_done(self, step: int) -> None: ...
+
+
+async def start_server(service: TrainerService, listen_socket: socket.socket, token: str) -> web.AppRunner:
+    """Serve on an already bound socket; every call needs the run's token."""
+
+    @web.middleware
+    async def authorize(request: web.Request, handler: object) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {token}":
+            return web.json_response({"error": "wrong or missing token"}, status=401)
+        return await handler(request)  # type: ignore[operator, no-any-return]
+
+    async def batch(request: web.Request) -> web.Response:
+        step, data_rank = int(request.query["step"]), int(request.query["data_rank"])
+        body = await service.batch_for(step, data_rank, LONG_POLL_S)
+        return web.Response(status=204) if body is None else web.Response(body=body)
+
+    async def weights(request: web.Request) -> web.Response:
+        body = await request.json()
+        await service.weights_published(body["version"], body["update_info"])
+        return web.json_response({})
+
+    async def checkpoint(request: web.Request) -> web.Response:
+        await service.trainer_checkpointed((await request.json())["step"])
+        return web.json_response({})
+
+    async def done(request: web.Request) -> web.Response:
+        await service.trainer_done((await request.json())["step"])
+        return web.json_response({})
+
+    app = web.Application(middlewares=[authorize])
+    app.router.add_get("/train/batch", batch)
+    app.router.add_post("/train/weights", weights)
+    app.router.add_post("/train/checkpoint", checkpoint)
+    app.router.add_post("/train/done", done)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.SockSite(runner, listen_socket).start()
+    return runner
