@@ -1,4 +1,4 @@
-"""`python -m prl.plan [--json] [overrides]`: the layout of a run; nothing starts. `-cn sft` plans another job than rl."""
+"""`python -m prl.plan [--json] [overrides]`: the layout of a run; nothing starts. `-cn sft` plans another job."""
 
 from __future__ import annotations
 

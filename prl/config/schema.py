@@ -207,7 +207,7 @@ class EvalConfig(Group):
     num_tasks: Positive = 64
     k: Positive = 1  # samples per task, for avg@k and pass@k
     pass_threshold: Fraction = 1.0  # a reward of at least this counts as passed
-    temperature: NonNegativeFloat = 0.0
+    temperature: NonNegativeFloat | None = None  # None: as in training
 
 
 # --- optimisation, transport, checkpoints, logging --------------------------------------------------------------------

@@ -1,0 +1,164 @@
+"""Entry points as processes: exit codes, messages, and nothing left behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(cwd: Path, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def run_app(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return run(cwd, str(ROOT / "tests" / "config_app.py"), *args)
+
+
+def points(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("POINT ")]
+    return [json.loads(line.removeprefix("POINT ")) for line in lines]
+
+
+@pytest.mark.parametrize(("seed", "code"), [(0, 0), (3, 3), (7, 2), (8, 1), (9, 143)])
+def test_exit_code_of_a_single_run(tmp_path: Path, seed: int, code: int) -> None:
+    done = run_app(tmp_path, f"seed={seed}")
+    assert done.returncode == code
+    assert list(tmp_path.iterdir()) == [], "Hydra must not write anything of its own"
+    assert ("Traceback" in done.stderr) == (seed == 8)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["optim.lrr=1"],
+        ["memory=tight", "memory_recipe=none"],
+        ["--cfg", "job", "memory=tight", "memory_recipe=none"],
+        ["parallelism.ep=3", "parallelism.cp=3"],
+        ["seed=1,2"],
+        ["algo=[a"],
+        ["-m", "seed=1,2", "parallelism.ep=1,3"],
+        ["-m", "memory=none,tigth"],
+        ["-m", "memory=none,tight", "optim.lrr=1"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path: Path, args: list[str]) -> None:
+    done = run_app(tmp_path, *args)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "do:" in done.stderr or "why:" in done.stderr
+    assert points(done) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_multirun_gives_each_point_its_directory(tmp_path: Path) -> None:
+    done = run_app(tmp_path, "-m", "sweep=mine", "memory=none,tight", "seed=5,10")
+    assert done.returncode == 0, done.stderr
+    got = points(done)
+    assert [point["swept"] for point in got] == [
+        {"memory": memory, "seed": seed} for memory in ("none", "tight") for seed in ("5", "10")
+    ]
+    assert {point["sweep"] for point in got} == {"mine"}
+    assert [point["choices"]["memory_recipe"] for point in got] == ["none", "none", "tight", "tight"]
+    assert got[0]["output_dir"].startswith("outputs/sweeps/mine/memory-none_seed-5-")
+    assert len({point["output_dir"] for point in got}) == 4
+
+
+def test_failed_points_are_named_and_the_others_run(tmp_path: Path) -> None:
+    done = run_app(tmp_path, "-m", "sweep=mine", "seed=7,8,5,3")
+    assert done.returncode == 1
+    assert [point["seed"] for point in points(done)] == [7, 8, 5, 3]
+    for seed, code in ((7, 2), (8, 1), (3, 3)):
+        assert f"point failed with exit code {code}: outputs/sweeps/mine/seed-{seed}-" in done.stderr
+    assert "outputs/sweeps/mine/seed-5-" not in done.stderr
+
+
+def test_an_interrupted_point_ends_the_sweep(tmp_path: Path) -> None:
+    done = run_app(tmp_path, "-m", "seed=9,5")
+    assert done.returncode == 143
+    assert len(points(done)) == 1
+
+
+def test_show_config_is_fast_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['rl', '--cfg', 'job', 'memory=tight']\n"
+        "from prl.rl import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "print('LOADED', [m for m in ('pydantic', 'torch', 'vllm', 'wandb', 'transformers') if m in sys.modules])"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three: other tests may be running on the same cores
+        start = time.perf_counter()
+        done = run(tmp_path, "-c", code)
+        seconds.append(time.perf_counter() - start)
+        assert "mode: full" in done.stdout
+        assert "LOADED []" in done.stdout, done.stderr
+    assert min(seconds) < 1.0
+
+
+def test_importing_prl_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys, prl, prl.config, prl.planning\n"
+        "print([m for m in ('torch', 'vllm', 'wandb', 'transformers') if m in sys.modules])"
+    )
+    assert run(tmp_path, "-c", code).stdout.strip() == "[]"
+
+
+def test_info_defaults_knows_the_alias(tmp_path: Path) -> None:
+    assert "memory_recipe/tight" in run(tmp_path, "-m", "prl.rl", "--info", "defaults", "memory=tight").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("prl ", "rl sft inference plan"),
+        ("prl pl", "plan"),
+        ("prl rl memory=ti", "memory=tight"),
+        ("prl rl seed=1 optim.l", "optim.lr="),
+        ("prl sft data=", "data=hf data=jsonl data=reverse_text"),
+    ],
+)
+def test_completion(tmp_path: Path, line: str, offered: str) -> None:
+    done = run(tmp_path, "-m", "prl.cli", "-sc", "query=bash", env={"COMP_LINE": line})
+    assert done.stdout.strip() == offered, done.stderr
+
+
+def test_prl_rl_is_python_m_prl_rl(tmp_path: Path) -> None:
+    args = ["--cfg", "job", "memory=tight"]
+    assert run(tmp_path, "-m", "prl.cli", "rl", *args).stdout == run(tmp_path, "-m", "prl.rl", *args).stdout != ""
+
+
+def test_prl_without_a_known_command_says_how(tmp_path: Path) -> None:
+    done = run(tmp_path, "-m", "prl.cli", "rll")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "usage: prl {rl,sft,inference,plan} [overrides]")
+
+
+def test_a_wheel_carries_the_configs(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy, because a build leaves build/ behind
+    for folder in ("prl", "conf"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, source / name)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
+        check=True,
+        timeout=120,
+    )
+    (wheel,) = tmp_path.glob("prl-*.whl")
+    installed = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, installed], check=True)
+    done = run(tmp_path, "-m", "prl.rl", "--cfg", "job", "memory=tight", env={"PYTHONPATH": str(installed)})
+    assert "mode: full" in done.stdout, done.stderr
+    assert (installed / "prl" / "conf" / "rl.yaml").is_file()

@@ -1,0 +1,119 @@
+"""Bad configurations: all problems at once, each with its fix."""
+
+import pytest
+
+from prl.config import ConfigError, UserError, compose
+from prl.config.sweep import compose_points
+
+
+def problems(overrides: list[str], job: str = "rl") -> list[UserError]:
+    with pytest.raises(ConfigError) as info:
+        compose(overrides, job)
+    return info.value.violations
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("optim.lrr=1", "optim.lr=..."),
+        ("paralelism=ep2", "parallelism=..."),
+        ("+algo.los=gspo", "algo.loss=..."),
+        ("lr=1", "optim.lr=..."),
+        ("memory=tigth", "memory=tight"),
+        ("algo=gropo", "algo=grpo"),
+        ("env=[reverse_text,countdwn]", "env=countdown"),
+        ("algo.loss=gsp", "algo.loss=gspo"),
+        ("parallelism.dp_shard=many", "parallelism.dp_shard=auto"),
+        ("algo.batch_size=0", "algo.batch_size=1"),
+        ("inference.sampling.top_p=2", "inference.sampling.top_p=1.0"),
+    ],
+)
+def test_a_bad_override_is_one_problem_with_the_nearest_fix(override: str, fix: str) -> None:
+    found = problems([override])
+    assert [violation.fix for violation in found] == [fix]
+
+
+def test_unknown_keys_choices_and_groups_are_reported_together() -> None:
+    found = problems(["memory=tigth", "algo.los=1", "paralelism=ep2", "+new.key=1"])
+    assert [violation.where for violation in found] == ["memory=tigth", "algo.los", "paralelism", "new.key"]
+
+
+def test_a_group_of_another_job_is_unknown() -> None:
+    assert "algo" in problems(["algo=grpo"], "sft")[0].what
+
+
+def test_impossible_ep_and_cp_are_both_reported() -> None:
+    where = " ".join(violation.where for violation in problems(["parallelism.ep=3", "parallelism.cp=3"]))
+    assert "parallelism.ep=3, model.card.num_experts=8" in where
+    assert "parallelism.cp=3, model.card.num_attention_heads=4" in where
+
+
+RULES = {
+    "ep needs experts": (["model=tiny_qwen3", "parallelism.ep=2"], "parallelism.ep=1, or a model with experts"),
+    "ep is a multiple of cp": (["parallelism.ep=2", "parallelism.cp=4"], "parallelism.ep=4"),
+    "ep divides the island": (["parallelism.ep=4", "parallelism.dp_shard=2"], "parallelism.dp_shard=auto deployment"),
+    "ulysses needs heads": (["parallelism.cp=8", "parallelism.dp_shard=1"], "parallelism.cp=4 or parallelism.cp_style"),
+    "ring only": (["parallelism.cp=2", "model.card.cp_styles=[ring]"], "parallelism.cp_style=ring"),
+    "rows over cp": (["parallelism.cp=4", "seq_len=1020"], "seq_len=1024"),
+    "mesh fills devices": (["parallelism=fsdp", "deployment.num_train_gpus=3"], "parallelism.dp_shard=auto"),
+    "hf and chunked head": (
+        ["model.impl=hf", "memory=balanced"],
+        "memory_recipe.fused_lm_head_token_chunk_size=disabled",
+    ),
+    "two offloads": (
+        ["memory_recipe.fsdp_cpu_offload=true", "memory_recipe.optim_cpu_offload=true"],
+        "memory_recipe.optim_cpu_offload=false",
+    ),
+    "muon on the host": (["optim=muon", "memory_recipe.fsdp_cpu_offload=true"], "memory_recipe.fsdp_cpu_offload=false"),
+    "ac target": (["memory_recipe.ac.targets=[mlpp]"], "memory_recipe.ac.targets=[norm,attn_proj,moe]"),
+    "too few GPUs": (
+        ["deployment.device=cuda", "parallelism.dp_shard=8", "deployment.num_train_gpus=8"],
+        "gpus_per_node=9",
+    ),
+    "islands need nodes": (["deployment.nodes_per_fsdp_group=2"], "deployment.nodes_per_fsdp_group=null"),
+    "no engine": (["deployment.num_infer_gpus=0"], "deployment.num_infer_gpus=1"),
+    "colocated engines": (["deployment=colocated", "deployment.num_infer_gpus=2"], "deployment.num_infer_gpus=1"),
+    "whole groups": (["algo.batch_size=20"], "algo.batch_size=16"),
+    "group of one": (["algo.group_size=1"], "algo.group_size=8"),
+    "room for a prompt": (["inference.max_model_len=64"], "inference.max_model_len=128"),
+    "positions": (["inference.max_model_len=1024"], "inference.max_model_len=512"),
+    "a rollout in a row": (["seq_len=128"], "seq_len=256"),
+    "overlong buffer": (["algo.length_rule=dapo_overlong"], "algo.overlong_buffer="),
+    "greedy pass@k": (["eval.k=4", "eval.temperature=0"], "eval.temperature=1.0"),
+    "dense experts": (["model=tiny_qwen3", "inference.return_routed_experts=true"], "return_routed_experts=false"),
+    "segments and nodes": (["deployment=multi_node", "weight_transport=shared_memory"], "weight_transport=filesystem"),
+    "tokenizer": (["model.tokenizer=null"], "model.tokenizer=byte"),
+    "head groups": (["model.card.num_key_value_heads=3"], "model.card.num_key_value_heads="),
+    "rows over ranks": (["parallelism.dp_shard=3"], "warm_start.batch_size=9"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_broken_rule_names_an_override_that_fixes_it(name: str) -> None:
+    overrides, fix = RULES[name]
+    assert any(fix in violation.fix for violation in problems(overrides)), [v.fix for v in problems(overrides)]
+
+
+def test_both_names_of_the_memory_group_at_once() -> None:
+    assert problems(["memory=tight", "memory_recipe=none"])[0].where == "memory, memory_recipe"
+
+
+def test_sft_keys_of_the_run_are_set_in_one_place() -> None:
+    assert problems(["sft.max_steps=5"], "sft")[0].fix == "set max_steps instead of sft.max_steps"
+
+
+def test_data_without_source_is_missing() -> None:
+    assert problems(["data=jsonl"], "sft")[0].fix == "sft.data.source=VALUE on the command line"
+
+
+def test_the_points_of_a_sweep_are_checked_together() -> None:
+    with pytest.raises(ConfigError) as info:
+        compose_points(["parallelism.ep=1,3", "algo.batch_size=128,20"], "rl")
+    where = [violation.where for violation in info.value.violations]
+    assert sum("num_experts" in line for line in where) == 1, "a problem of two points is told once"
+    assert any("first in the point parallelism.ep=1 algo.batch_size=20" in line for line in where)
+
+
+def test_the_points_of_a_sweep_cannot_share_a_directory() -> None:
+    with pytest.raises(ConfigError, match="share one output_dir"):
+        compose_points(["seed=1,2", "output_dir=x"], "rl")

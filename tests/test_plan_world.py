@@ -1,0 +1,59 @@
+"""World sizes with `auto`, for layouts that later versions will run: arithmetic only, so it is tested now."""
+
+import pytest
+
+from prl.config.schema import DeploymentConfig, ModelCard, ModelConfig, ParallelismConfig, RunConfig
+from prl.config.world import World, largest_ep, resolve_world
+from prl.planning import make_plan
+
+CARD = ModelCard(
+    family="qwen3_moe", num_hidden_layers=2, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=4, vocab_size=264,
+)  # fmt: skip
+
+
+def config(parallelism: dict[str, object], deployment: dict[str, object] | None = None) -> RunConfig:
+    return RunConfig(
+        job="rl",
+        name="test",
+        max_steps=1,
+        seq_len=8,
+        cache_dir="x",
+        model=ModelConfig(name="tiny", tokenizer="byte", card=CARD),
+        parallelism=ParallelismConfig.model_validate(parallelism),
+        deployment=DeploymentConfig.model_validate(deployment or {}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "deployment", "world"),
+    [
+        ({}, {}, World(1, 1, 1, 1)),
+        ({"ep": 8, "cp": 2}, {}, World(1, 4, 2, 8)),
+        ({"ep": 2, "cp": 2}, {}, World(1, 1, 2, 2)),
+        ({"ep": 8, "dp_replicate": 2}, {}, World(2, 8, 1, 8)),
+        ({"cp": 2}, {"num_train_gpus": 8}, World(1, 4, 2, 1)),
+        ({"ep": "auto"}, {"num_train_gpus": 4}, World(1, 4, 1, 4)),
+        ({"ep": "auto"}, {"num_train_gpus": 6}, World(1, 6, 1, 2)),
+        ({"ep": "auto", "cp": 2}, {}, World(1, 1, 2, 2)),
+        ({"ep": "auto"}, {"type": "multi_node", "num_train_nodes": 2}, World(1, 16, 1, 8)),
+    ],
+)
+def test_auto_sizes(parallelism: dict[str, object], deployment: dict[str, object], world: World) -> None:
+    assert resolve_world(config(parallelism, deployment)) == world
+
+
+def test_largest_ep_divides_experts_and_island_and_holds_cp() -> None:
+    for island in range(1, 33):
+        for cp in (cp for cp in (1, 2, 4) if island % cp == 0):
+            ep = largest_ep(8, island, cp)
+            assert ep == 1 or (8 % ep == 0 and island % ep == 0 and ep % cp == 0)
+    assert largest_ep(0, 8, 1) == 1
+
+
+def test_multi_node_places_inference_nodes_first() -> None:
+    deployment = {"type": "multi_node", "gpus_per_node": 2, "num_infer_nodes": 1, "num_train_nodes": 2}
+    plan = make_plan(config({}, deployment))
+    assert [(r.node, r.devices) for r in plan.roles_of("inference")] == [(0, (0,)), (0, (1,))]
+    assert [(r.node, r.local_rank) for r in plan.roles_of("trainer")] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert (plan.num_nodes, plan.gpus_per_node) == (3, 2)
