@@ -366,10 +366,13 @@ def overlong_buffer_fits(config: RunConfig) -> Iterator[UserError]:
 
 
 def pass_at_k_needs_sampling(config: RunConfig) -> Iterator[UserError]:
-    if config.eval.k > 1 and config.eval.temperature == 0:
+    temperature = config.eval.temperature
+    if temperature is None:
+        temperature = config.inference.sampling.temperature
+    if config.eval.k > 1 and temperature == 0:
         yield UserError(
             f"Greedy evaluation gives the same text {config.eval.k} times.",
-            where=f"eval.k={config.eval.k}, eval.temperature=0",
+            where=f"eval.k={config.eval.k}, eval.temperature={config.eval.temperature}",
             why="pass@k needs different samples of one task",
             fix="eval.temperature=1.0, or eval.k=1",
         )
