@@ -45,4 +45,4 @@ def _logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperatur
         logits = logits / temperature
     logprobs = logits.log_softmax(dim=-1)  # [M, V]
     entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+    return -F.nll_loss(logprobs, targets, reduction="none"), entropy

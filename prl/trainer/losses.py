@@ -67,9 +67,9 @@ def gspo(x: LossInputs, algo: AlgoConfig) -> Tensor:
     sequences.
     """
     log_ratio = x.logp - x.logp_infer
-    lengths = torch.zeros(x.num_docs, device=log_ratio.device).index_add(0, x.doc_ids, torch.ones_like(log_ratio))
+    lengths = log_ratio.new_zeros(x.num_docs).index_add(0, x.doc_ids, torch.ones_like(log_ratio))
     lengths = lengths.clamp(min=1)
-    total = torch.zeros(x.num_docs, device=log_ratio.device).index_add(0, x.doc_ids, log_ratio)
+    total = log_ratio.new_zeros(x.num_docs).index_add(0, x.doc_ids, log_ratio)
     ratio = (total / lengths).exp()[x.doc_ids]
     clipped = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
     return -torch.minimum(ratio * x.advantages, clipped * x.advantages) / lengths[x.doc_ids]

@@ -51,4 +51,6 @@ def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in (*model.layers, model):
-        module.set_gradient_divide_factor(1.0)  # losses are already divided by the global token count: gradients are summed
+        # losses are already divided by the global token count, so gradients are summed; gloo cannot pre-multiply
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,109 @@
+"""Packing, batches on the wire, and packed against unpacked numerics."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prl.config.schema import ModelCard
+from prl.models.attention import packed_attention
+from prl.models.qwen3 import Qwen3Model
+from prl.trainer.head import logprob_head
+from prl.transport import frames
+from prl.transport.batch import TrainBatch
+from prl.transport.packing import Document, build_micro_batch, deal_rows, pack_for_ranks, pack_rows
+
+CARD = ModelCard(
+    family="qwen3_moe", num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, vocab_size=64, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def document(length, seed=0, prompt=2):
+    rng = np.random.default_rng([seed, length])
+    mask = [i >= min(prompt, length - 1) for i in range(length)]
+    return Document(
+        rng.integers(0, 64, length).tolist(), mask, rng.normal(size=length).tolist(),
+        rng.normal(size=length).tolist(), [3 if m else -1 for m in mask],
+    )  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(64, 200))
+def test_pack_rows_places_every_document_once_within_the_limit(lengths, seq_len):
+    rows = pack_rows(lengths, seq_len)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= seq_len for row in rows)
+    # first-fit: no two rows could have been one
+    fills = [sum(lengths[i] for i in row) for row in rows]
+    assert all(a + b > seq_len for i, a in enumerate(fills) for b in fills[i + 1 :])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 8))
+def test_deal_rows_gives_every_rank_equally_many(weights, ranks):
+    dealt = deal_rows(weights, ranks)
+    assert len({len(rows) for rows in dealt}) == 1
+    assert sorted(i for rows in dealt for i in rows if i >= 0) == list(range(len(weights)))
+
+
+def test_a_document_longer_than_the_row_is_an_error():
+    with pytest.raises(ValueError, match="document 1 has 9 tokens"):
+        pack_rows([3, 9], 8)
+
+
+def test_padding_rows_train_nothing():
+    ranks = pack_for_ranks([document(10)], 16, data_ranks=3)
+    assert [[int(m.loss_mask.sum()) for m in rank] for rank in ranks] == [[8], [0], [0]]
+
+
+def test_batch_survives_the_wire():
+    documents = [document(n) for n in (5, 9, 16, 3)]
+    for d in documents:
+        d.routed_experts = np.arange(len(d) * 4, dtype=np.uint8).reshape(len(d), 2, 2)
+    (rows,) = pack_for_ranks(documents, 16, 1)
+    batch = TrainBatch(7, rows, 25, 4, {"stop": False, "checkpoint": True})
+    back = TrainBatch.from_bytes(batch.to_bytes())
+    assert (back.step, back.loss_tokens, back.loss_docs, back.meta) == (7, 25, 4, batch.meta)
+    for before, after in zip(rows, back.micro_batches, strict=True):
+        for name, value in vars(before).items():
+            np.testing.assert_array_equal(value, getattr(after, name))
+            assert value.dtype == getattr(after, name).dtype
+
+
+def test_a_message_cut_short_is_noticed():
+    message = frames.encode({"a": 1}, {"x": np.arange(100)})
+    for length in (4, 20, len(message) - 1):
+        with pytest.raises(ValueError, match="cut short|Expecting"):
+            frames.decode(message[:length])
+
+
+@pytest.mark.parametrize("chunk", ["disabled", 8])
+def test_packed_equals_unpacked(chunk):
+    """Loss and gradients of packed documents equal those of each document alone, to 1e-6."""
+    documents = [document(n, seed=n) for n in (7, 3, 30, 18, 18)]
+    model = Qwen3Model(CARD)
+    model.init_weights(torch.Generator().manual_seed(0), std=0.2)
+
+    def run(groups):
+        model.zero_grad()
+        total, logps = 0.0, []
+        for group in groups:
+            micro = build_micro_batch(group)
+            rows = torch.from_numpy(micro.loss_mask).nonzero().squeeze(-1)
+            ids = torch.from_numpy(micro.input_ids)
+            head = logprob_head(rows - 1, ids[rows], 0.7, chunk)
+            attend = packed_attention(micro.doc_lens.tolist(), ids.device)
+            logp, entropy = model(ids, torch.from_numpy(micro.positions), attend, head=head)
+            loss = (logp * torch.from_numpy(micro.advantages)[rows]).sum() + entropy.sum()
+            loss.backward()
+            total += loss.item()
+            logps.append(logp.detach())
+        return total, torch.cat(logps), [p.grad.clone() for p in model.parameters()]
+
+    packed, alone = run([documents]), run([[d] for d in documents])
+    assert packed[0] == pytest.approx(alone[0], rel=1e-6)
+    torch.testing.assert_close(packed[1], alone[1], rtol=1e-6, atol=1e-6)
+    for a, b in zip(packed[2], alone[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
