@@ -1,0 +1,1 @@
+"""The process tree: start, supervise, stop; run directory, checkpoints' bookkeeping, status."""

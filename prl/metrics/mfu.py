@@ -1,0 +1,97 @@
+"""Model FLOPs of packed training, and their share of what the device could do. The formula travels with the number."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prl.config.schema import ModelCard
+
+if TYPE_CHECKING:
+    import torch
+
+FORMULA = "6*P_active*T + 6*layers*heads*head_dim*sum(d*(d+1)) over documents of d tokens"
+PEAK_FLOPS = {  # dense bfloat16 FLOP/s by device name, from the vendors' data sheets
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+}
+MEASURED_SIZE = {"cpu": 768, "cuda": 4096}  # n of the n x n matrix products that measure an unlisted device
+MEASURED_REPEATS = 5
+
+
+def active_params(card: ModelCard) -> int:
+    """Parameters that multiply one token: projections, its experts, the router and the LM head.
+
+    Not the embedding (a lookup) nor the norms (O(hidden) work).
+    """
+    hidden, kv = card.hidden_size, card.num_key_value_heads * card.head_dim
+    attention = hidden * card.num_attention_heads * card.head_dim * 2 + hidden * kv * 2  # q and o, k and v
+    if card.num_experts:
+        mlp = 3 * hidden * card.moe_intermediate_size * card.num_experts_per_tok + hidden * card.num_experts
+    else:
+        mlp = 3 * hidden * card.intermediate_size
+    return card.num_hidden_layers * (attention + mlp) + hidden * card.vocab_size
+
+
+def packed_flops(card: ModelCard, doc_lens: Iterable[int]) -> tuple[float, str]:
+    """Model FLOPs of forward and backward over packed documents, and the formula.
+
+    6 FLOPs per active parameter and token. A document of d tokens has d(d+1)/2 causal pairs; QK^T and PV take
+    2*head_dim FLOPs each per pair and head, three times that with the backward pass. Recomputation does not count
+    (PaLM, arXiv:2204.02311, appendix B), nor does padding or attention across documents.
+
+    Args:
+        doc_lens: tokens of each document.
+    """
+    lengths = list(doc_lens)
+    pairs = sum(d * (d + 1) / 2 for d in lengths)
+    per_pair = 12 * card.num_hidden_layers * card.num_attention_heads * card.head_dim
+    return float(6 * active_params(card) * sum(lengths) + per_pair * pairs), FORMULA
+
+
+def utilisation(flops: float, seconds: float, device_type: str) -> tuple[float, str]:
+    """Model FLOPs utilisation of this process's device, and its formula with the peak that it refers to.
+
+    Args:
+        flops: model FLOPs of this rank, from `packed_flops`.
+        seconds: that it was busy with them.
+        device_type: "cpu" or "cuda".
+    """
+    peak, source = peak_flops(device_type)
+    return flops / max(seconds, 1e-9) / peak, f"({FORMULA}) / busy seconds / {peak:.3g} FLOP/s ({source})"
+
+
+@functools.cache
+def peak_flops(device_type: str) -> tuple[float, str]:
+    """FLOP/s of this process's device and where the number is from: the data sheet, or a measured matrix product.
+
+    A CPU's is measured with as many threads as this process has, in float32; that of an unlisted GPU in bfloat16.
+    """
+    import torch
+
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name()
+        for part, flops in PEAK_FLOPS.items():
+            if part in name:
+                return flops, f"{part} data sheet, bfloat16"
+    size = MEASURED_SIZE[device_type]
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    matrix = torch.ones(size, size, device=device_type, dtype=dtype)
+    best_s = min(_time_product(matrix) for _ in range(MEASURED_REPEATS))
+    return 2 * size**3 / best_s, f"measured, {size}x{size} {str(dtype).removeprefix('torch.')} matrix product"
+
+
+def _time_product(matrix: torch.Tensor) -> float:
+    """Seconds of matrix @ matrix. The element read at the end waits for the device."""
+    start_s = time.perf_counter()
+    (matrix @ matrix)[0, 0].item()
+    return time.perf_counter() - start_s

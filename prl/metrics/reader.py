@@ -1,0 +1,66 @@
+"""Reading what the roles wrote: whole files, a file that still grows, and cutting a file back when a run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from prl.metrics.writer import metrics_path
+
+Row = dict[str, Any]
+NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+class Tail:
+    """Follows one file. It may not exist yet; a torn last line is left for later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0  # bytes consumed
+
+    def poll(self) -> list[Row]:
+        """Rows completed since the last call."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete = data.rfind(b"\n") + 1
+        self.offset += complete
+        return [row for line in data[:complete].splitlines() if (row := _parse(line)) is not None]
+
+
+def read_rows(run_dir: Path, role_name: str) -> list[Row]:
+    """All rows of one role, in the order of writing; empty if it wrote none."""
+    return Tail(metrics_path(run_dir, role_name)).poll()
+
+
+def truncate_rows(run_dir: Path, resume_step: int) -> None:
+    """Cut all files back to what the checkpoint of `resume_step` has seen; 0 (no checkpoint) starts them afresh."""
+    for path in sorted((run_dir / "metrics").glob("*.jsonl")):
+        if resume_step == 0:
+            path.unlink()
+            continue
+        kept = [row for row in path.read_bytes().splitlines() if _is_kept(row, resume_step)]
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(b"".join(line + b"\n" for line in kept))
+        os.replace(partial, path)
+
+
+def _is_kept(line: bytes, resume_step: int) -> bool:
+    row = _parse(line)
+    return row is not None and row.get("step", 0) <= resume_step
+
+
+def _parse(line: bytes) -> Row | None:
+    """The row, or None for a line torn by a crash or a full disk."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    return {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}

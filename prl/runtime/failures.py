@@ -1,0 +1,164 @@
+"""Why a child failed: one class out of few, from its exit code, its exception and the end of its log."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from prl.config.errors import UserError
+
+FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "code"]
+
+TAIL_LINES = 20
+TAIL_BYTES = 16384
+OOM_TEXTS = ("OutOfMemoryError", "out of memory", "can't allocate memory", "Cannot allocate memory")
+COLLECTIVE_TEXTS = (
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "NCCL error",
+    "ncclUnhandled",
+    "ncclSystemError",
+    "ncclRemoteError",
+    "[/pytorch/third_party/gloo",
+    "Watchdog caught collective operation timeout",
+)
+NODE_TEXTS = ("uncorrectable ECC error", "CUDA error: unspecified launch failure", "Bus error", "Input/output error")
+NODE_ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+PEER_TEXTS = ("ConnectionRefusedError", "ConnectionResetError", "ClientConnectorError", "ServerDisconnectedError")
+CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a run, as status.json holds it and the terminal shows it."""
+
+    kind: FailureClass
+    role: str
+    rank: int
+    node: int
+    message: str
+    log_path: str
+    log_tail: tuple[str, ...] = ()
+    user_error: dict[str, str] | None = None  # what, where, why, fix of a UserError
+
+    def to_status(self) -> dict[str, Any]:
+        return {
+            "class": self.kind,
+            "role": self.role,
+            "rank": self.rank,
+            "node": self.node,
+            "message": self.message,
+            "log": self.log_path,
+            "log_tail": list(self.log_tail),
+        }
+
+    def render(self) -> str:
+        lines = [f"{self.role} (rank {self.rank}, node {self.node}) failed, class {self.kind}: {self.message}"]
+        lines.append(f"  log: {self.log_path}")
+        return "\n".join([*lines, *(f"  | {line}" for line in self.log_tail)])
+
+    def as_user_error(self) -> UserError | None:
+        """The UserError that the role raised, to be raised again in the root; None for any other failure."""
+        return None if self.user_error is None else UserError(**self.user_error)
+
+
+def error_path(run_dir: Path, role_name: str) -> Path:
+    return run_dir / "errors" / f"{role_name.replace('/', '.')}.json"
+
+
+def record_error(run_dir: Path, role_name: str, error: Exception) -> None:
+    """Leave the exception for the supervisor, in errors/<role>.json. On a full disk the log has to do."""
+    record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, UserError):
+        record["user_error"] = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+    if isinstance(error, OSError):
+        record["errno"] = error.errno
+    path = error_path(run_dir, role_name)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record))
+
+
+def read_error(run_dir: Path, role_name: str) -> dict[str, Any]:
+    """What `record_error` left, or {}."""
+    try:
+        return json.loads(error_path(run_dir, role_name).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
+    """The last lines of a log."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(text.splitlines()[-lines:])
+
+
+def classify(role: str, exit_code: int, error: dict[str, Any], tail: tuple[str, ...], oom_kills: int) -> FailureClass:
+    """The class of a child's death.
+
+    Args:
+        exit_code: as subprocess reports it: negative for a signal.
+        error: from `read_error`.
+        oom_kills: processes that the kernel killed for memory since the run started.
+    """
+    text = "\n".join([error.get("type", ""), error.get("message", ""), *([] if error else tail)])
+    if exit_code == -signal.SIGKILL:
+        return "oom" if oom_kills else "node"
+    if error.get("type") == "MemoryError" or any(mark in text for mark in OOM_TEXTS):
+        return "oom"
+    if "user_error" in error:
+        return "config"
+    if any(mark in text for mark in COLLECTIVE_TEXTS):
+        return "collective"
+    if error.get("errno") in NODE_ERRNOS or any(mark in text for mark in NODE_TEXTS) or exit_code == -signal.SIGBUS:
+        return "node"
+    return "env" if role == "env" else "code"
+
+
+def describe(exit_code: int, error: dict[str, Any], oom_kills: int) -> str:
+    """One line: what ended the child."""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        if exit_code == -signal.SIGKILL:
+            return "killed by the kernel, out of memory" if oom_kills else f"killed by {name} from outside"
+        return f"killed by {name}"
+    if "user_error" in error:
+        return error["user_error"]["what"]
+    if error:
+        return f"{error['type']}: {error['message']}".splitlines()[0]
+    if exit_code == 0:
+        return "ended before the run was done"
+    return f"exit code {exit_code}"
+
+
+def blame_rank(exit_code: int, error: dict[str, Any], kind: FailureClass) -> int:
+    """Order of suspicion among children that died together: the first cause before those who only lost a peer."""
+    if kind == "oom" or (exit_code < 0 and kind != "collective"):
+        return 0
+    if kind == "config":
+        return 1
+    if kind == "collective" or any(mark in f"{error.get('type')} {error.get('message')}" for mark in PEER_TEXTS):
+        return 3
+    return 2
+
+
+def count_oom_kills() -> int:
+    """Processes of this control group that the kernel has killed for memory so far."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in CGROUP_EVENTS.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+    return 0

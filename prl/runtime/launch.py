@@ -1,0 +1,130 @@
+"""RunConfig in, exit code out: one run from its directory to its final table.
+
+Exit codes: 0 done, 1 failed, 130 and 143 stopped by SIGINT and SIGTERM; UserError for what the user can mend (2).
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from prl.config.errors import UserError
+from prl.config.schema import RunConfig
+from prl.metrics.reader import truncate_rows
+from prl.planning.run_plan import RunPlan, make_plan
+from prl.runtime.checkpoints import discard_after, latest_valid, steps
+from prl.runtime.failures import Failure
+from prl.runtime.progress import Progress
+from prl.runtime.reaper import Reaper
+from prl.runtime.rundir import RunDir, claim
+from prl.runtime.signals import StopSignals
+from prl.runtime.status_file import StatusFile, read_status
+from prl.runtime.supervisor import ENTRIES, Household, Outcome, Supervisor
+from prl.runtime.warm_start import warm_start
+
+
+def run(config: RunConfig, entries: Mapping[str, str] = ENTRIES) -> int:
+    """Run one point to its end, resuming it if its directory holds an earlier attempt.
+
+    Args:
+        entries: role -> "module:function"; tests put tiny roles in their place.
+
+    Raises UserError for a directory of something else, a taken port, and whatever a role cannot do with this input. If
+    that happens before the first step of a fresh run, the run directory is removed again.
+    """
+    plan = make_plan(config)
+    with StopSignals() as signals:
+        run_dir = claim(plan)
+        try:
+            return _run_claimed(plan, run_dir, signals, entries)
+        except UserError:
+            if run_dir.fresh and not _has_worked(run_dir.path):
+                run_dir.discard()
+            raise
+        finally:
+            run_dir.release()
+
+
+def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: Mapping[str, str]) -> int:
+    from prl.runtime.report import print_report
+
+    progress = Progress(plan.config.logging.progress)
+    if read_status(run_dir.path).get("state") == "done":
+        progress.note(f"{run_dir.path} is done already")
+        print_report(plan, run_dir.path)
+        return 0
+    progress.note(f"run directory {run_dir.path}")
+    marker = secrets.token_hex(16)
+    reaper = Reaper(marker, run_dir.lock_fd)
+    try:
+        home = Household(reaper, marker, signals, progress, run_dir.run_id, entries)
+        outcome = _run_stages(plan, run_dir, home)
+    finally:
+        progress.close()
+        reaper.finish()
+    return _conclude(plan, run_dir, outcome, signals)
+
+
+def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
+    """Warm start if there is one and it is not cached, then the job."""
+    path = run_dir.path
+    resume_step = _prepare_resume(path, home.progress)
+    config = plan.config
+    status = StatusFile(path, plan.point_id, config.job, config.name, config.max_steps)
+    home.reaper.tell(f"status {status.path}")
+    try:
+        init_model_path, warm = warm_start(plan, path, home)
+        if warm is not None and warm.state != "done":
+            status.update(state=warm.state, failure=warm.failure.to_status() if warm.failure else None)
+            return warm
+        home.progress.begin(config.job)
+        if resume_step:
+            home.progress.note(f"resuming from the checkpoint of step {resume_step}")
+        outcome = Supervisor(plan, path, home, status, resume_step, init_model_path).run()
+    except BaseException:
+        status.update(state="failed")
+        raise
+    return outcome
+
+
+def _prepare_resume(path: Path, progress: Progress) -> int:
+    """The step to go on from, 0 for none; what an earlier attempt wrote beyond it is cut off."""
+    found = latest_valid(path, progress.note)
+    if found is None and steps(path):
+        progress.note("no checkpoint is usable: starting from the beginning")
+    resume_step = 0 if found is None else found[0]
+    discard_after(path, resume_step)
+    truncate_rows(path, resume_step)
+    return resume_step
+
+
+def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSignals) -> int:
+    """Tell how it ended. Returns the exit code, or raises the role's UserError."""
+    from prl.runtime.report import print_report
+
+    path = run_dir.path
+    if outcome.failure is not None:
+        _tell_failure(outcome.failure)
+    if outcome.state == "failed":
+        return 1
+    if outcome.state == "stopped":
+        saved = steps(path)
+        kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
+        print(f"stopped at step {outcome.step}, {kept}; the same command with output_dir={path} resumes", flush=True)
+        return signals.exit_code
+    print_report(plan, path)
+    return 0
+
+
+def _tell_failure(failure: Failure) -> None:
+    error = failure.as_user_error()
+    if error is not None:
+        raise error
+    print(failure.render(), file=sys.stderr, flush=True)
+
+
+def _has_worked(path: Path) -> bool:
+    """Whether an attempt got as far as a step worth keeping."""
+    return bool(steps(path)) or read_status(path).get("step", 0) > 0

@@ -1,0 +1,109 @@
+"""One child process as the supervisor sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prl.planning.run_plan import RolePlan
+from prl.runtime.child import Boot
+from prl.runtime.failures import error_path
+from prl.runtime.guards import STACK_DUMP_SIGNAL
+from prl.runtime.heartbeat import Pulse
+from prl.runtime.reaper import Reaper
+
+
+def log_path(run_dir: Path, role_name: str) -> Path:
+    return run_dir / "logs" / f"{role_name.replace('/', '.')}.log"
+
+
+class ChildProcess:
+    """Start, watch, stop. A restart is a new process under the same name."""
+
+    def __init__(self, run_dir: Path, name: str, role: RolePlan | None, reaper: Reaper) -> None:
+        self.run_dir, self.name, self.role, self.reaper = run_dir, name, role, reaper
+        self.log = log_path(run_dir, name)
+        self.restarts = 0
+        self.exit_code: int | None = None
+
+    def start(self, boot: Boot, environment: dict[str, str]) -> None:
+        """Spawn `python -m prl.runtime.child` in its own session, stdout and stderr going to its log.
+
+        From the main thread only: PR_SET_PDEATHSIG fires when the *thread* that forked ends (prctl(2)).
+        """
+        error_path(self.run_dir, self.name).unlink(missing_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.pulse = Pulse(self.run_dir, self.name)
+        self.exit_code = None
+        with open(self.log, "ab") as log:
+            log.write(f"--- {self.name} starts {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+            log.flush()
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "prl.runtime.child", str(self.run_dir), self.name],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                pass_fds=() if boot.listen_fd is None else (boot.listen_fd,),
+            )
+        self.reaper.tell(f"+{self.popen.pid}")
+        assert self.popen.stdin is not None
+        with contextlib.suppress(OSError):  # it is dead already, and poll() will say so
+            self.popen.stdin.write(boot.to_json().encode())
+            self.popen.stdin.close()
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs. What is left of its process group goes with it."""
+        if self.exit_code is None and self._has_exited():
+            # before it is reaped its pid, which names the group, cannot be taken by another process
+            self._signal_group(signal.SIGKILL)
+            self.exit_code = self.popen.wait()
+            self.reaper.tell(f"-{self.popen.pid}")
+        return self.exit_code
+
+    def _has_exited(self) -> bool:
+        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    @property
+    def alive(self) -> bool:
+        return self.poll() is None
+
+    def terminate(self) -> None:
+        """Ask it to finish."""
+        if self.alive:
+            self.popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.alive:
+            self._signal_group(signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        """Have it write the Python stacks of its threads into its log."""
+        if self.alive:
+            self.popen.send_signal(STACK_DUMP_SIGNAL)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within the time."""
+        deadline = time.monotonic() + timeout_s
+        while self.alive:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, number)
+
+    def snapshot(self) -> dict[str, Any]:
+        """For status.json."""
+        exit_code = self.poll()
+        state = "exited" if exit_code is not None else "ready" if self.pulse.ready else "starting"
+        return {"pid": self.popen.pid, "state": state, "exit": exit_code}

@@ -1,0 +1,184 @@
+"""A process of its own that ends everything of a run when the root is gone, however it went.
+
+It holds the read end of a pipe whose write end only the root has: end of file means the root is gone. Three nets:
+registered process groups; a marker in the environment, which descendants inherit; descendants seen earlier in /proc,
+which holds for programs that leave their group and overwrite their environment. Run as a script: it imports nothing but
+the standard library, and costs a few megabytes.
+
+Commands on stdin, one a line: `+GROUP`, `-GROUP`, `status PATH`, `shm PREFIX`, `done`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+MARKER = "PRL_RUN_MARKER"  # environment variable of every process of a run; random, not secret
+SURVEY_INTERVAL_S = 1.0
+KILL_TIMEOUT_S = 5.0
+
+
+class Reaper:
+    """The root's side."""
+
+    def __init__(self, marker: str, lock_fd: int) -> None:
+        """`lock_fd`: the run directory's lock, which the reaper holds until the last process is gone."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), marker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(lock_fd,),
+        )
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        # without a reaper the run still stops by itself; only a SIGKILL of the root would leave processes
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(command.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def finish(self) -> None:
+        """Sweep away what is left and end."""
+        self.tell("done")
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(KILL_TIMEOUT_S + 1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def process_table() -> dict[int, tuple[int, int]]:
+    """pid -> (parent's pid, start time) of all living processes; empty where there is no /proc."""
+    table = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+                if fields[0] not in (b"Z", b"X"):
+                    table[int(name)] = (int(fields[1]), int(fields[19]))
+    return table
+
+
+def has_marker(pid: int, marker: str) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return f"{MARKER}={marker}".encode() in file.read().split(b"\0")
+    return False
+
+
+class Watch:
+    """What the reaper knows about a run."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+        self.groups: set[int] = set()
+        self.seen: dict[int, int] = {}  # pid -> start time, of all descendants ever surveyed
+        self.status_paths: list[str] = []
+        self.shm_prefix = ""
+        self.orderly = False
+
+    def obey(self, line: str) -> None:
+        if line.startswith("+"):
+            self.groups.add(int(line[1:]))
+        elif line.startswith("-"):
+            self.groups.discard(int(line[1:]))
+        elif line.startswith("status "):
+            self.status_paths.append(line[7:])
+        elif line.startswith("shm "):
+            self.shm_prefix = line[4:]
+        elif line == "done":
+            self.orderly = True
+
+    def survey(self) -> None:
+        """Remember all living descendants of the registered processes."""
+        table = process_table()
+        self.seen = {pid: start for pid, start in self.seen.items() if table.get(pid, (0, -1))[1] == start}
+        family = {*self.groups, *self.seen}
+        grown = True
+        while grown:
+            children = {pid for pid, (parent, _) in table.items() if parent in family} - family
+            family |= children
+            grown = bool(children)
+        self.seen |= {pid: table[pid][1] for pid in family if pid in table}
+
+    def survivors(self) -> list[int]:
+        """Living processes of the run, this one excepted."""
+        self.survey()
+        mine = os.getpid()
+        return [pid for pid in process_table() if pid != mine and (pid in self.seen or has_marker(pid, self.marker))]
+
+    def kill_all(self) -> None:
+        """SIGKILL until nothing is left, for KILL_TIMEOUT_S at most."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        self.survey()
+        for group in self.groups:
+            with contextlib.suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        while time.monotonic() < deadline:
+            survivors = self.survivors()
+            if not survivors:
+                break
+            for pid in survivors:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    def clean_up(self) -> None:
+        """Shared memory that nobody is left to unlink, and a status that nobody is left to write."""
+        for path in glob.glob(glob.escape(self.shm_prefix) + "*") if self.shm_prefix else ():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        for path in () if self.orderly else self.status_paths:
+            with contextlib.suppress(OSError, ValueError):
+                record_root_death(path)
+
+
+def record_root_death(path: str) -> None:
+    """Make status.json true: the run has failed with its root."""
+    with open(path) as file:
+        status = json.load(file)
+    if status["state"] in ("done", "failed", "stopped"):
+        return
+    message = "the root process was killed; every process of the run has been ended"
+    status["state"] = "failed"
+    status["failure"] = {"class": "node", "role": "root", "rank": 0, "node": 0, "message": message, "log_tail": []}
+    status["updated"] = time.time()
+    for role in status["roles"].values():
+        role["state"] = "killed" if role["exit"] is None else role["state"]
+    with open(path + ".reaper", "w") as file:
+        json.dump(status, file, indent=1)
+    os.replace(path + ".reaper", path)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch = Watch(sys.argv[1])
+    pending = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], SURVEY_INTERVAL_S)
+        if readable:
+            data = os.read(0, 65536)
+            if not data:
+                break
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                watch.obey(line.decode())
+        watch.survey()
+    watch.kill_all()
+    watch.clean_up()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""The supervisor: starts the children of one job, watches them by polling, and ends them in order.
+
+It does no work of its own and no network, so it cannot hang; see the README of this folder for the rules.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prl.planning.run_plan import RolePlan, RunPlan
+from prl.runtime.child import WANDB, Boot
+from prl.runtime.environment import child_environment
+from prl.runtime.failures import (
+    Failure,
+    blame_rank,
+    classify,
+    count_oom_kills,
+    describe,
+    log_tail,
+    read_error,
+)
+from prl.runtime.ports import lease_ports
+from prl.runtime.process import ChildProcess
+from prl.runtime.progress import Progress
+from prl.runtime.reaper import Reaper
+from prl.runtime.signals import StopSignals
+from prl.runtime.status_file import State, StatusFile
+from prl.runtime.view import RunView
+
+ENTRIES = {  # role, or "sft" for the trainers of an SFT job -> "module:function"
+    "inference": "prl.inference.server:main",
+    "orchestrator": "prl.orchestrator.loop:main",
+    "trainer": "prl.trainer.rl_loop:main",
+    "sft": "prl.trainer.sft_loop:main",
+    "env": "prl.envs.worker:main",
+}
+START_ORDER = ("inference", "env", "orchestrator", "trainer")
+POLL_S = 0.02
+MAX_ENV_RESTARTS = 3  # per run
+BLAME_WINDOW_S = 0.3  # after the first death, so that its cause is found among those that follow from it
+DUMP_WAIT_S = 0.3  # for a hung child to write its stacks
+DUMP_LINES = 60
+SERVER_STOP_S = 5.0  # inference and env have nothing to save
+UNREADY_STOP_S = 0.5  # nor has anybody before the start is over
+MIRROR_STOP_S = 10.0
+MIRROR_STOP_AFTER_FAILURE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Household:
+    """What the trees of one run (warm start, then the job) share."""
+
+    reaper: Reaper
+    marker: str
+    signals: StopSignals
+    progress: Progress
+    run_id: str
+    entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State  # done, stopped or failed
+    step: int
+    failure: Failure | None = None
+
+
+class Supervisor:
+    """One job from start to end. `run` is called once."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        run_dir: Path,
+        household: Household,
+        status: StatusFile,
+        resume_step: int = 0,
+        init_model_path: str | None = None,
+    ) -> None:
+        self.plan, self.run_dir, self.home, self.status = plan, run_dir, household, status
+        self.resume_step, self.init_model_path = resume_step, init_model_path
+        self.token = secrets.token_hex(16)
+        self.leases = lease_ports(plan)
+        self.view = RunView(plan, run_dir, step=resume_step)
+        self.children: list[ChildProcess] = []  # in the order of starting
+        self.mirror: ChildProcess | None = None
+        self.env_restarts = 0
+        self.oom_kills_before = count_oom_kills()
+
+    def run(self) -> Outcome:
+        """Start, watch, end. Nothing is left running when this returns or raises."""
+        self.home.reaper.tell(f"shm /dev/shm/prl-{self.token[:16]}")
+        try:
+            self._start_all()
+            outcome = self._watch()
+        finally:
+            self._kill_all()
+            self.leases.close()
+        self.home.progress.end(self.view)
+        self.status.update(state=outcome.state, **self._snapshot())
+        if outcome.failure is not None:
+            self.status.update(failure=outcome.failure.to_status())
+        self.status.write()
+        return outcome
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    def _start_all(self) -> None:
+        for role in sorted(self.plan.roles, key=lambda role: START_ORDER.index(role.role)):
+            child = ChildProcess(self.run_dir, role.name, role, self.home.reaper)
+            self._start(child)
+            self.children.append(child)
+            if role.role != "env":  # the others are never restarted
+                self.leases.release(role.name)
+        if self.plan.config.logging.wandb.mode != "disabled" and self.plan.config.job != "inference":
+            self.mirror = ChildProcess(self.run_dir, WANDB, None, self.home.reaper)
+            self._start(self.mirror)
+
+    def _start(self, child: ChildProcess) -> None:
+        leased = self.leases.socket_for(child.name)
+        boot = Boot(
+            root_pid=os.getpid(),
+            entry=self._entry(child.role),
+            endpoints=self.leases.endpoints,
+            token=self.token,
+            listen_fd=None if leased is None else leased.fileno(),
+            resume_step=self.resume_step,
+            init_model_path=self.init_model_path,
+            wandb_run_id=self.home.run_id,
+        )
+        child.start(boot, child_environment(self.plan, child.role, self.home.marker))
+
+    def _entry(self, role: RolePlan | None) -> str:
+        if role is None:
+            return ""
+        return self.home.entries["sft" if self.plan.config.job == "sft" else role.role]
+
+    # --- watch ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> Outcome:
+        while True:
+            failure = self._find_failure()
+            if failure is not None:
+                return self._fail(failure)
+            if self.home.signals.count:
+                return self._stop()
+            if self._is_complete():
+                return self._finish()
+            self._tell()
+            time.sleep(POLL_S)
+
+    def _workers(self) -> list[ChildProcess]:
+        """Children whose return with exit code 0 completes the job: trainers and orchestrator."""
+        return [child for child in self.children if child.role and child.role.role in ("trainer", "orchestrator")]
+
+    def _is_complete(self) -> bool:
+        workers = self._workers()
+        return bool(workers) and all(child.poll() == 0 for child in workers)
+
+    def _is_dead(self, child: ChildProcess) -> bool:
+        """Ended when it should not have."""
+        code = child.poll()
+        return code is not None and not (code == 0 and child in self._workers())
+
+    def _find_failure(self) -> Failure | None:
+        for child in self.children:
+            if self._is_dead(child):
+                if not self._restart(child):
+                    return self._blame()
+            elif child.alive:
+                child.pulse.check()
+        return self._find_hang()
+
+    def _restart(self, child: ChildProcess) -> bool:
+        """Environments run other people's code; one that was up may die MAX_ENV_RESTARTS times in a run."""
+        assert child.role is not None
+        child.pulse.check()
+        is_config = "user_error" in read_error(self.run_dir, child.name)
+        if child.role.role != "env" or is_config or not child.pulse.ready or self.env_restarts >= MAX_ENV_RESTARTS:
+            return False
+        self.env_restarts += 1
+        child.restarts += 1
+        what = self._failure_of(child).message
+        self.home.progress.note(f"{child.name} ended ({what}); restart {self.env_restarts} of {MAX_ENV_RESTARTS}")
+        self._start(child)
+        return True
+
+    def _blame(self) -> Failure:
+        """The failure of the child that died first, among those that are dead a moment later."""
+        time.sleep(BLAME_WINDOW_S)
+        dead = [child for child in self.children if self._is_dead(child)]
+        failures = [(child, self._failure_of(child)) for child in dead]
+        return min(failures, key=lambda pair: self._suspicion(*pair))[1]
+
+    def _suspicion(self, child: ChildProcess, failure: Failure) -> int:
+        assert child.exit_code is not None
+        return blame_rank(child.exit_code, read_error(self.run_dir, child.name), failure.kind)
+
+    def _failure_of(self, child: ChildProcess) -> Failure:
+        assert child.role is not None
+        assert child.exit_code is not None
+        error, tail = read_error(self.run_dir, child.name), log_tail(child.log)
+        oom_kills = count_oom_kills() - self.oom_kills_before
+        kind = classify(child.role.role, child.exit_code, error, tail, oom_kills)
+        message = describe(child.exit_code, error, oom_kills)
+        user_error = error.get("user_error")
+        role = child.role
+        return Failure(kind, role.name, role.rank, role.node, message, str(child.log), tail, user_error)
+
+    def _find_hang(self) -> Failure | None:
+        """The child that has been silent for longest, if that is too long: those that wait for it fall silent later."""
+        deployment = self.plan.config.deployment
+        late, silent = [], []
+        for child in self.children:
+            if not child.alive:
+                continue
+            if not child.pulse.ready and child.pulse.age_s() > deployment.start_timeout_s:
+                late.append(child)
+            elif child.pulse.ready and child.pulse.silent_s() > deployment.hang_timeout_s:
+                silent.append(child)
+        if silent:
+            child = max(silent, key=lambda child: child.pulse.silent_s())
+            limit = f"deployment.hang_timeout_s={deployment.hang_timeout_s:g}"
+            return self._hang(child, f"no sign of life for {child.pulse.silent_s():.0f} s ({limit})")
+        if late:
+            limit = f"deployment.start_timeout_s={deployment.start_timeout_s:g}"
+            return self._hang(late[0], f"not ready {late[0].pulse.age_s():.0f} s after its start ({limit})")
+        return None
+
+    def _hang(self, child: ChildProcess, message: str) -> Failure:
+        assert child.role is not None
+        child.dump_stacks()
+        time.sleep(DUMP_WAIT_S)
+        tail, role = log_tail(child.log, DUMP_LINES), child.role
+        return Failure("hang", role.name, role.rank, role.node, message, str(child.log), tail)
+
+    def _tell(self) -> None:
+        """Progress and status."""
+        self.home.progress.update(self.view, self.status.state)
+        if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
+            self.status.update(state="running", **self._snapshot())
+        else:
+            self.status.update(**self._snapshot())
+
+    def _snapshot(self) -> dict[str, object]:
+        """The fields of status.json that change all the time."""
+        children = [*self.children, *([self.mirror] if self.mirror else [])]
+        return {"step": self.view.step, "roles": {child.name: child.snapshot() for child in children}}
+
+    # --- end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> Outcome:
+        """The work is done: the servers have nobody left to serve."""
+        self.status.update(state="stopping", **self._snapshot())
+        self._wind_down(SERVER_STOP_S)
+        return Outcome("done", self._final_step())
+
+    def _fail(self, failure: Failure) -> Outcome:
+        for child in self.children:
+            child.kill()
+        self._end_mirror(MIRROR_STOP_AFTER_FAILURE_S)
+        return Outcome("failed", self._final_step(), failure)
+
+    def _stop(self) -> Outcome:
+        """Orderly stop after a signal: the workers save and return, then the rest ends in reverse order of starting."""
+        was_running = all(child.pulse.ready or not child.alive for child in self.children)
+        self.status.update(state="stopping", **self._snapshot())
+        self.home.progress.note("stopping: saving a checkpoint; a second signal ends everything at once")
+        failure = None
+        if was_running:
+            for child in self._stop_targets():
+                child.terminate()
+            failure = self._await_workers()
+        self._wind_down(SERVER_STOP_S if was_running else UNREADY_STOP_S)
+        return Outcome("stopped", self._final_step(), failure)
+
+    def _stop_targets(self) -> Iterable[ChildProcess]:
+        """In RL the orchestrator tells the trainers to stop at a step boundary; in SFT all ranks agree on one."""
+        leader = "orchestrator" if self.plan.config.job == "rl" else "trainer"
+        return (child for child in self.children if child.role and child.role.role == leader)
+
+    def _await_workers(self) -> Failure | None:
+        """Until they have returned, or failed, or time is over, or a second signal came."""
+        stop_timeout_s = self.plan.config.deployment.stop_timeout_s
+        deadline = time.monotonic() + stop_timeout_s
+        while any(child.alive for child in self._workers()):
+            if self.home.signals.count > 1:
+                return None
+            if any(child.exit_code for child in self.children):
+                return self._blame()
+            if time.monotonic() > deadline:
+                limit = f"deployment.stop_timeout_s={stop_timeout_s:g}"
+                late = next(child for child in self._workers() if child.alive)
+                return self._hang(late, f"did not stop in time ({limit})")
+            self._tell()
+            time.sleep(POLL_S)
+        return None
+
+    def _wind_down(self, timeout_s: float) -> None:
+        """SIGTERM role by role, in reverse order of starting; SIGKILL for who takes too long."""
+        for role in reversed(START_ORDER):
+            group = [child for child in self.children if child.role and child.role.role == role]
+            for child in group:
+                child.terminate()
+            if not self._wait(lambda group=group: not any(child.alive for child in group), timeout_s):  # type: ignore[misc]
+                for child in group:
+                    child.kill()
+        self._end_mirror(MIRROR_STOP_S)
+
+    def _end_mirror(self, timeout_s: float) -> None:
+        """Last, so that it has seen every row."""
+        mirror = self.mirror
+        if mirror is not None:
+            mirror.terminate()
+            if not self._wait(lambda: not mirror.alive, timeout_s):
+                mirror.kill()
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether it became true in time; a second signal ends all patience."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline or self.home.signals.count > 1:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _kill_all(self) -> None:
+        children = [*self.children, *([self.mirror] if self.mirror else [])]
+        for child in children:
+            child.kill()
+        for child in children:
+            child.wait(SERVER_STOP_S)
+
+    def _final_step(self) -> int:
+        self.view.poll()
+        return self.view.step

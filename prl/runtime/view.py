@@ -1,0 +1,80 @@
+"""What a running job says about itself, taken from the metrics files: the numbers of the progress display."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prl.metrics.reader import Row, Tail
+from prl.metrics.writer import metrics_path
+from prl.planning.run_plan import RunPlan
+
+RATE_WINDOW = 20  # steps over which the time left is estimated
+SHOWN = {  # job -> metrics key -> (label, format)
+    "rl": {
+        "reward": ("reward", "{:.3f}"),
+        "eval/reward": ("held-out", "{:.3f}"),
+        "staleness_mean": ("staleness", "{:.2f}"),
+        "tokens_per_s": ("tokens/s", "{:.0f}"),
+    },
+    "sft": {
+        "loss": ("loss", "{:.4f}"),
+        "val_loss": ("val loss", "{:.4f}"),
+        "tokens_per_s": ("tokens/s", "{:.0f}"),
+    },
+}
+
+
+@dataclass
+class RunView:
+    """Newest step and numbers of one job. `poll` reads what has been appended since."""
+
+    plan: RunPlan
+    run_dir: Path
+    step: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+
+    def __post_init__(self) -> None:
+        source = "orchestrator" if self.plan.config.job == "rl" else "trainer/0"
+        self.tail = Tail(metrics_path(self.run_dir, source))
+        self.max_steps = self.plan.config.max_steps
+
+    def poll(self) -> bool:
+        """Whether a new step has ended."""
+        before = self.step
+        for row in self.tail.poll():
+            self._take(row)
+        return self.step > before
+
+    def _take(self, row: Row) -> None:
+        for key in SHOWN.get(self.plan.config.job, {}):
+            if isinstance(row.get(key), int | float):
+                self.numbers[key] = row[key]
+        if row.get("step", 0) > self.step:
+            self.step = row["step"]
+            self.recent.append((row["time"], self.step))
+
+    def seconds_left(self) -> float | None:
+        """At the pace of the last steps; None before there is one."""
+        if len(self.recent) < 2:
+            return None
+        (first_s, first), (last_s, last) = self.recent[0], self.recent[-1]
+        pace = (last_s - first_s) / max(1, last - first)
+        return max(0.0, (self.max_steps - last) * pace - (time.time() - last_s))
+
+    def cells(self) -> list[tuple[str, str]]:
+        """(label, value) pairs for display."""
+        shown = SHOWN.get(self.plan.config.job, {})
+        cells = [(label, form.format(self.numbers[key])) for key, (label, form) in shown.items() if key in self.numbers]
+        left = self.seconds_left()
+        return cells if left is None else [*cells, ("left", clock(left))]
+
+
+def clock(seconds: float) -> str:
+    """75 -> "1:15"; 3700 -> "1:01:40"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,134 @@
+"""Tiny roles for the tests of the process tree. What each does is scripted in the environment variable ROLE_SCRIPT.
+
+ROLE_SCRIPT: JSON, role name -> {key: value}; see `play`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from prl.config.errors import UserError
+from prl.runtime.checkpoints import commit, staging_dir
+from prl.runtime.child import ChildContext
+
+ROLES = ("inference", "orchestrator", "trainer", "sft", "env")
+ENTRIES = {role: f"runtime_roles:{'serve' if role in ('inference', 'env') else 'work'}" for role in ROLES}
+SETSID_GRANDCHILD = "import os, time; os.setsid(); time.sleep(600)"
+
+
+def script(ctx: ChildContext) -> dict:
+    return json.loads(os.environ.get("ROLE_SCRIPT", "{}")).get(ctx.role.name, {})
+
+
+def serve(ctx: ChildContext) -> None:
+    """Up until told to stop."""
+    play(ctx, script(ctx))
+    ctx.ready()
+    acts = script(ctx)
+    while not ctx.stop_requested:
+        ctx.beat()
+        fail(ctx, acts)
+        time.sleep(0.02)
+
+
+def work(ctx: ChildContext) -> None:
+    """Takes steps of `step_s` seconds up to max_steps; the orchestrator (or SFT trainer/0) checkpoints every other one."""
+    acts = script(ctx)
+    play(ctx, acts)
+    ctx.ready()
+    saves = ctx.role.name == ("trainer/0" if ctx.plan.config.job == "sft" else "orchestrator")
+    step = ctx.resume_step
+    while step < ctx.plan.config.max_steps:
+        stop = ctx.run_dir / "stop"  # stands for the orchestrator's word to the trainers
+        if ctx.stop_requested and saves:
+            stop.touch()
+        if stop.exists():
+            break
+        ctx.beat()
+        time.sleep(acts.get("step_s", 0.01))
+        step += 1
+        ctx.metrics.log(step=step, reward=step / 10, staleness_mean=0.5, tokens_per_s=100.0, loss=1 / step)
+        fail(ctx, acts, step)
+        if saves and step % 2 == 0:
+            save(ctx, step)
+    if saves and step % 2:
+        save(ctx, step)
+    if ctx.plan.config.job == "sft":
+        (ctx.run_dir / "export").mkdir(exist_ok=True)
+        (ctx.run_dir / "export" / "weights").write_text(f"made by {os.getpid()}")
+
+
+def save(ctx: ChildContext, step: int) -> None:
+    (staging_dir(ctx.run_dir, step) / "state").write_text(f"state of step {step}")
+    commit(ctx.run_dir, step, ctx.plan.config.ckpt.keep)
+
+
+def play(ctx: ChildContext, acts: dict) -> None:
+    """What happens at the start of a role."""
+    if acts.get("print_environment"):
+        print("ENV", json.dumps(dict(os.environ)), flush=True)
+    if "user_error" in acts:
+        raise UserError(acts["user_error"], where="somewhere", fix="something")
+    if "raise_at_start" in acts:
+        raise RuntimeError(acts["raise_at_start"])
+    if acts.get("stuck_at_start"):
+        time.sleep(600)
+    if acts.get("grandchild"):
+        keep_grandchild(ctx, {})
+    if acts.get("unmarked_grandchild"):  # as after setproctitle: the environment says nothing
+        keep_grandchild(ctx, {"PRL_RUN_MARKER": ""})
+
+
+def keep_grandchild(ctx: ChildContext, environment: dict[str, str]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SETSID_GRANDCHILD], env=os.environ | environment)
+    (ctx.run_dir / "grandchild").write_text(str(process.pid))
+
+
+def fail(ctx: ChildContext, acts: dict, step: int = 0) -> None:
+    """What happens in the main loop, from step `at` on; once per run unless `always`."""
+    done = ctx.run_dir / f"failed-{ctx.role.name.replace('/', '.')}"
+    if step < acts.get("at", 0) or (done.exists() and not acts.get("always")):
+        return
+    if "kill" in acts:
+        done.touch()
+        os.kill(os.getpid(), signal.Signals[acts["kill"]])
+    if "raise" in acts:
+        done.touch()
+        raise RuntimeError(acts["raise"])
+    if "memory_error" in acts:
+        raise MemoryError("no memory left")
+    if acts.get("hang"):
+        hang_here()
+    if acts.get("deaf"):  # alive, but never stops
+        while True:
+            ctx.beat()
+            time.sleep(0.02)
+
+
+def hang_here() -> None:
+    ctypes.CDLL(None).sleep(600)  # a C call: no Python code runs
+
+
+def main() -> None:
+    """`python runtime_roles.py CONFIG OVERRIDES...`: a root of its own for tests that kill it."""
+    from prl.config import UserError, compose
+    from prl.runtime.launch import run
+
+    config_name, *overrides = sys.argv[1:]
+    try:
+        sys.exit(run(compose(overrides, config_name), ENTRIES))
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()
