@@ -1,0 +1,82 @@
+"""Requests and the sequences that they become inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prl.inference.sampling import SamplingParams
+
+
+@dataclass
+class Request:
+    """One call of the generate route; n > 1 makes n sequences that share the prompt."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+    arrival: int = 0  # order of arrival; ties in priority go first come, first served
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion in the making."""
+
+    request: Request
+    index: int  # which of the request's n
+    seed: int
+    token_ids: list[int]  # prompt and completion
+    slot: int = -1  # row of the KV cache; -1: not running
+    computed: int = 0  # leading tokens whose KV is in the slot
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # weight version of each sampled token
+    routed: list[np.ndarray] = field(default_factory=list)  # [tokens, L, K] uint8 pieces, in token order
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    def append(self, token: int, logprob: float, version: str) -> None:
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def check_finished(self, eos: tuple[int, ...], max_model_len: int) -> None:
+        params, token = self.request.params, self.token_ids[-1]
+        if self.num_generated >= params.min_tokens:
+            if token in params.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token
+                return
+            if token in eos and not params.ignore_eos:
+                self.finish_reason = "stop"
+                return
+        if self.num_generated >= params.max_tokens or len(self.token_ids) >= max_model_len:
+            self.finish_reason = "length"
+
+    def version_spans(self) -> list[dict[str, Any]]:
+        """Runs of equal versions over the completion's tokens, as vLLM's WeightVersionSpan."""
+        spans: list[dict[str, Any]] = []
+        for i, version in enumerate(self.versions):
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = i + 1
+            else:
+                spans.append({"version": version, "start": i, "end": i + 1})
+        return spans
+
+    def routed_experts(self) -> np.ndarray | None:
+        """[num_tokens - 1, L, K] uint8: the last token was never forwarded."""
+        return np.concatenate(self.routed)[: len(self.token_ids) - 1] if self.routed else None
