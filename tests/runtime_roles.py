@@ -39,7 +39,7 @@ def serve(ctx: ChildContext) -> None:
 
 
 def work(ctx: ChildContext) -> None:
-    """Takes steps of `step_s` seconds up to max_steps; the orchestrator (or SFT trainer/0) checkpoints every other one."""
+    """Steps of `step_s` seconds up to max_steps; the orchestrator (in SFT trainer/0) checkpoints every other one."""
     acts = script(ctx)
     play(ctx, acts)
     ctx.ready()

@@ -48,7 +48,7 @@ def mirror(plan: RunPlan, run_dir: Path, run_id: str, resume_step: int, stopped:
             time.sleep(POLL_S)
         feed.forward(run)
     finally:
-        run.finish(quiet=True)
+        run.finish()
 
 
 def choose_mode(config: RunConfig, environment: Mapping[str, str]) -> Mode:

@@ -126,5 +126,6 @@ def _tell_failure(failure: Failure) -> None:
 
 
 def _has_worked(path: Path) -> bool:
-    """Whether an attempt got as far as a step worth keeping."""
-    return bool(steps(path)) or read_status(path).get("step", 0) > 0
+    """Whether the run got as far as a step worth keeping."""
+    status = read_status(path)
+    return status.get("began", False) and (status["step"] > 0 or bool(steps(path)))

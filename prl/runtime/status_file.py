@@ -35,6 +35,7 @@ class StatusFile:
         attempt = read_status(run_dir).get("attempt", 0) + 1
         self.content: dict[str, Any] = {
             "state": "starting",
+            "began": False,  # whether all roles were ever ready
             "failure": None,
             "step": 0,
             "max_steps": max_steps,

@@ -46,7 +46,7 @@ BLAME_WINDOW_S = 0.3  # after the first death, so that its cause is found among 
 DUMP_WAIT_S = 0.3  # for a hung child to write its stacks
 DUMP_LINES = 60
 SERVER_STOP_S = 5.0  # inference and env have nothing to save
-UNREADY_STOP_S = 0.5  # nor has anybody before the start is over
+SHORT_STOP_S = 0.5  # nor has anybody before the start is over, or can after a failure
 MIRROR_STOP_S = 10.0
 MIRROR_STOP_AFTER_FAILURE_S = 2.0
 
@@ -152,7 +152,15 @@ class Supervisor:
             if self._is_complete():
                 return self._finish()
             self._tell()
+            self._check_mirror()
             time.sleep(POLL_S)
+
+    def _check_mirror(self) -> None:
+        """Losing the mirror costs nothing: the metrics files are complete, and `wandb sync` can be made up for."""
+        if self.mirror is not None and not self.mirror.alive:
+            if self.mirror.exit_code:
+                self.home.progress.note(f"the wandb mirror ended, the run goes on; see {self.mirror.log}")
+            self.mirror = None
 
     def _workers(self) -> list[ChildProcess]:
         """Children whose return with exit code 0 completes the job: trainers and orchestrator."""
@@ -243,7 +251,7 @@ class Supervisor:
         """Progress and status."""
         self.home.progress.update(self.view, self.status.state)
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
-            self.status.update(state="running", **self._snapshot())
+            self.status.update(state="running", began=True, **self._snapshot())
         else:
             self.status.update(**self._snapshot())
 
@@ -276,7 +284,7 @@ class Supervisor:
             for child in self._stop_targets():
                 child.terminate()
             failure = self._await_workers()
-        self._wind_down(SERVER_STOP_S if was_running else UNREADY_STOP_S)
+        self._wind_down(SERVER_STOP_S if was_running and failure is None else SHORT_STOP_S)
         return Outcome("stopped", self._final_step(), failure)
 
     def _stop_targets(self) -> Iterable[ChildProcess]:

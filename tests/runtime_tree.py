@@ -1,0 +1,97 @@
+"""A root process with tiny roles, and what of it is alive: for the tests of the process tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from prl.runtime.status_file import read_status
+
+TESTS = Path(__file__).parent
+TAG = "PRL_TEST_TREE"  # everything that descends from a root started here carries it
+GONE_S = 5.0  # what the product promises
+SMALL = ("warm_start=none", "logging.wandb.mode=disabled", "max_steps=6")
+
+
+class Root:
+    """`python runtime_roles.py` in a session of its own."""
+
+    def __init__(self, run_dir: Path, *overrides: str, config: str = "rl", script: dict | None = None) -> None:
+        self.run_dir, self.tag = run_dir, uuid.uuid4().hex
+        environment = os.environ | {
+            "ROLE_SCRIPT": json.dumps(script or {}),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+            TAG: self.tag,
+        }
+        defaults = [f"output_dir={run_dir}", f"cache_dir={run_dir.parent / 'cache'}", *SMALL]
+        if config != "rl":
+            defaults.remove("warm_start=none")
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "runtime_roles.py"), config, *defaults, *overrides],
+            env=environment,
+            cwd=run_dir.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_s: float = 20) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def status(self) -> dict:
+        return read_status(self.run_dir)
+
+    def pid_of(self, role_name: str) -> int:
+        return self.status()["roles"][role_name]["pid"]
+
+    def await_step(self, step: int) -> None:
+        wait_for(lambda: rows_written(self.run_dir) >= step)
+
+    def alive(self) -> list[int]:
+        """Living processes of the tree, root and reaper included."""
+        wanted = f"{TAG}={self.tag}".encode()
+        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if wanted in read_bytes(path)]
+
+    def await_gone(self) -> float:
+        """Seconds until nothing of the tree was alive; fails after GONE_S."""
+        started_s = time.monotonic()
+        wait_for(lambda: not self.alive(), GONE_S)
+        return time.monotonic() - started_s
+
+    def end(self) -> None:
+        """Whatever the test left."""
+        self.process.kill()
+        self.process.communicate()
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+
+
+def rows_written(run_dir: Path) -> int:
+    """Steps that a worker has logged."""
+    counts = [len(read_bytes(path).splitlines()) for path in (run_dir / "metrics").glob("[ot]r*.jsonl")]
+    return max(counts, default=0)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Its content; empty if it, or the process behind it, is gone."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,173 @@
+"""Parts of the runtime on their own: directories, ports, failure classes, threads, devices."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from prl.config import compose
+from prl.config.errors import UserError
+from prl.planning.run_plan import RunPlan, make_plan
+from prl.runtime import environment
+from prl.runtime.environment import num_threads, visible_devices
+from prl.runtime.failures import blame_rank, classify, log_tail, read_error, record_error
+from prl.runtime.ports import lease_ports
+from prl.runtime.rundir import claim
+
+
+def plan_of(*overrides: str, config: str = "rl") -> RunPlan:
+    return make_plan(compose(list(overrides), config))
+
+
+# --- run directory ----------------------------------------------------------------------------------------------------
+
+
+def test_fresh_directories_get_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
+    claimed = [claim(plan_of("name=mine")) for _ in range(3)]
+    assert [run.path.name for run in claimed] == [f"mine-20260102-030405{end}" for end in ("", "-2", "-3")]
+    assert len({run.run_id for run in claimed}) == 3
+    for run in claimed:
+        run.release()
+
+
+def test_the_same_point_takes_over_with_its_run_id(tmp_path: Path) -> None:
+    plan = plan_of(f"output_dir={tmp_path / 'run'}")
+    first = claim(plan)
+    first.release()
+    again = claim(plan)
+    assert (first.fresh, again.fresh) == (True, False)
+    assert first.run_id == again.run_id
+    assert first.run_id.startswith(plan.point_id)
+    again.release()
+
+
+def test_a_place_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        claim(plan_of(f"output_dir={tmp_path / 'file' / 'run'}"))
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_server_has_a_port_that_listens() -> None:
+    leases = lease_ports(plan_of("env=[reverse_text,countdown]"))
+    assert set(leases.endpoints) == {"inference/0", "orchestrator", "env/reverse_text", "env/countdown", "rendezvous"}
+    for name, endpoint in leases.endpoints.items():
+        host, port = endpoint.removeprefix("http://").rsplit(":", 1)
+        socket.create_connection((host, int(port)), timeout=1).close()
+        assert name == "rendezvous" or endpoint.startswith("http://127.0.0.1:")
+    assert leases.socket_for("trainer/0") is leases.sockets["rendezvous"]
+    assert leases.socket_for("trainer/1") is None
+    leases.close()
+
+
+def test_a_taken_port_is_a_user_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"inference.port=0 takes a free port"):
+            lease_ports(plan_of(f"inference.port={taken.getsockname()[1]}", config="inference"))
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "exit_code", "error", "tail", "oom_kills", "expected"),
+    [
+        ("trainer", -signal.SIGKILL, None, (), 0, "node"),
+        ("trainer", -signal.SIGKILL, None, (), 1, "oom"),
+        ("trainer", 1, MemoryError(), (), 0, "oom"),
+        ("inference", 1, RuntimeError("CUDA out of memory. Tried to allocate"), (), 0, "oom"),
+        ("trainer", 1, RuntimeError("NCCL error in: x.cpp, unhandled system error"), (), 0, "collective"),
+        ("trainer", -signal.SIGABRT, None, ("Watchdog caught collective operation timeout",), 0, "collective"),
+        ("trainer", 1, OSError(errno.EIO, "Input/output error"), (), 0, "node"),
+        ("trainer", -signal.SIGBUS, None, (), 0, "node"),
+        ("trainer", 2, UserError("no such file"), (), 0, "config"),
+        ("env", 1, ValueError("x"), (), 0, "env"),
+        ("trainer", 1, ValueError("x"), ("an old line about NCCL error",), 0, "code"),
+        ("orchestrator", -signal.SIGSEGV, None, (), 0, "code"),
+    ],
+)
+def test_failure_classes(
+    tmp_path: Path,
+    role: str,
+    exit_code: int,
+    error: Exception | None,
+    tail: tuple[str, ...],
+    oom_kills: int,
+    expected: str,
+) -> None:
+    if error is not None:
+        record_error(tmp_path, role, error)
+    assert classify(role, exit_code, read_error(tmp_path, role), tail, oom_kills) == expected
+
+
+def test_the_cause_ranks_before_its_consequences(tmp_path: Path) -> None:
+    def rank(exit_code: int, error: Exception | None, kind: str) -> int:
+        if error is None:
+            return blame_rank(exit_code, {}, kind)  # type: ignore[arg-type]
+        record_error(tmp_path, "x", error)
+        return blame_rank(exit_code, read_error(tmp_path, "x"), kind)  # type: ignore[arg-type]
+
+    ordered = [
+        rank(-signal.SIGKILL, None, "node"),
+        rank(2, UserError("x"), "config"),
+        rank(1, ValueError("x"), "code"),
+        rank(1, ConnectionRefusedError("x"), "code"),
+    ]
+    assert ordered == sorted(set(ordered))
+    assert rank(1, RuntimeError("NCCL error"), "collective") == ordered[-1]
+
+
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"\xff\n" + b"".join(b"line %d\n" % i for i in range(9999)))
+    assert log_tail(tmp_path / "log", 2) == ("line 9997", "line 9998")
+    assert log_tail(tmp_path / "absent") == ()
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("deployment=disaggregated",), 4),  # one engine and one rank share eight cores
+        (("deployment=colocated",), 8),  # they take turns
+        (("deployment=disaggregated", "deployment.num_infer_gpus=3"), 2),
+        (("debug.num_threads=5",), 5),
+    ],
+)
+def test_threads_are_shared_among_those_that_compute(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: int
+) -> None:
+    monkeypatch.setattr(environment, "num_cores", lambda: 8)
+    assert num_threads(plan_of(*overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("outer", "device", "expected"),
+    [(None, "auto", {"inference/0": "0", "trainer/0": "1"}), ("4,6", "auto", {"inference/0": "4", "trainer/0": "6"})],
+)
+def test_devices_are_the_visible_ones_in_order(
+    monkeypatch: pytest.MonkeyPatch, outer: str | None, device: str, expected: dict[str, str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if outer is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outer)
+    plan = plan_of("deployment=disaggregated", f"deployment.device={device}")
+    found = {role.name: visible_devices(plan, role) for role in plan.roles if role.devices}
+    assert found == expected
+    assert visible_devices(plan, next(role for role in plan.roles if role.role == "orchestrator")) == ""
+
+
+def test_a_cpu_run_sees_no_gpu() -> None:
+    plan = plan_of("deployment.device=cpu")
+    assert {visible_devices(plan, role) for role in plan.roles} == {""}

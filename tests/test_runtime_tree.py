@@ -1,0 +1,351 @@
+"""The process tree with real, tiny children: completion, signals, deaths, hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from runtime_tree import Root, read_bytes, wait_for
+
+from prl.metrics.reader import read_rows
+from prl.runtime.checkpoints import steps
+from prl.runtime.rundir import is_locked
+
+SLOW_STEPS = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
+MANY = "max_steps=1000"
+
+Start = Callable[..., Root]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts roots, and ends them after the test."""
+    roots: list[Root] = []
+
+    def start_root(*overrides: str, name: str = "run", config: str = "rl", script: dict | None = None) -> Root:
+        roots.append(Root(tmp_path / name, *overrides, config=config, script=script))
+        return roots[-1]
+
+    yield start_root
+    for root in roots:
+        root.end()
+
+
+def logged_steps(root: Root) -> list[int]:
+    return [row["step"] for row in read_rows(root.run_dir, "orchestrator")]
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deployment", ["colocated", "disaggregated"])
+def test_a_run_completes(start: Start, deployment: str) -> None:
+    root = start(f"deployment={deployment}")
+    code, output = root.wait()
+    assert code == 0, output
+    assert root.status()["state"] == "done"
+    assert {role["exit"] for role in root.status()["roles"].values()} == {0}
+    assert logged_steps(root) == [1, 2, 3, 4, 5, 6]
+    assert steps(root.run_dir) == [4, 6]
+    assert "[rl] step 6/6  reward 0.600" in output
+    assert (root.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert root.alive() == []
+
+
+def test_an_sft_job_completes_with_its_trainers(start: Start) -> None:
+    root = start(config="sft")
+    code, output = root.wait()
+    assert code == 0, output
+    assert list(root.status()["roles"]) == ["trainer/0"]
+    assert (root.run_dir / "loss.png").exists()
+
+
+def test_a_run_that_is_done_is_not_run_again(start: Start) -> None:
+    start().wait()
+    code, output = start().wait()
+    assert code == 0
+    assert "done already" in output
+
+
+def test_an_inference_job_runs_until_a_signal(start: Start) -> None:
+    root = start(config="inference")
+    wait_for(lambda: root.status().get("state") == "running")
+    root.process.send_signal(signal.SIGTERM)
+    assert root.wait()[0] == 143
+    assert root.status()["state"] == "stopped"
+
+
+def test_the_warm_start_is_made_once(start: Start) -> None:
+    overrides = ("warm_start=reverse_text", "warm_start.max_steps=3")
+    code, output = start(*overrides, name="first").wait()
+    assert code == 0, output
+    assert "[warm start] step 3/3" in output
+    root = start(*overrides, name="second")
+    code, output = root.wait()
+    assert code == 0, output
+    assert "warm start: cached, skipped" in output
+    assert not (root.run_dir / "warm_start").exists()
+    [cached] = (root.run_dir.parent / "cache" / "warm_start").glob("*/weights")
+    assert cached.read_text().startswith("made by")
+
+
+def test_two_runs_make_one_warm_start_together(start: Start) -> None:
+    overrides = ("warm_start=reverse_text", "warm_start.max_steps=30")
+    roots = [start(*overrides, name=name) for name in ("first", "second")]
+    outputs = [root.wait() for root in roots]
+    assert [code for code, _ in outputs] == [0, 0]
+    assert sum("[warm start] step" in output for _, output in outputs) == 1
+
+
+def test_children_get_threads_and_marker_but_no_token(start: Start) -> None:
+    root = start("debug.num_threads=3", script={"trainer/0": {"print_environment": True}})
+    assert root.wait()[0] == 0
+    log = (root.run_dir / "logs" / "trainer.0.log").read_text()
+    environment = json.loads(next(line for line in log.splitlines() if line.startswith("ENV"))[4:])
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["PRL_RUN_MARKER"]
+    assert not any("token" in name.lower() and name.startswith("PRL") for name in environment)
+
+
+# --- two at once ------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_the_same_second_never_meet(start: Start, tmp_path: Path) -> None:
+    roots = [start("output_dir=null", script=SLOW_STEPS) for _ in range(2)]
+    codes = [root.wait()[0] for root in roots]
+    assert codes == [0, 0]
+    found = sorted((tmp_path / "outputs").iterdir())
+    assert len(found) == 2
+    assert [len(read_rows(path, "orchestrator")) for path in found] == [6, 6]
+
+
+def test_a_directory_in_use_is_refused(start: Start) -> None:
+    root = start(MANY, script=SLOW_STEPS)
+    root.await_step(1)
+    code, output = start(MANY).wait()
+    assert code == 2
+    assert "a run is alive in" in output
+    assert root.process.poll() is None
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_stops_in_order(start: Start, number: signal.Signals, code: int) -> None:
+    root = start(MANY, script=SLOW_STEPS)
+    root.await_step(3)
+    root.process.send_signal(number)
+    found, output = root.wait()
+    assert found == code, output
+    assert root.status()["state"] == "stopped"
+    last = logged_steps(root)[-1]
+    assert steps(root.run_dir)[-1] == last
+    assert {role["exit"] for role in root.status()["roles"].values()} == {0}
+    assert root.alive() == []
+
+
+def test_a_stopped_run_resumes_where_it_stopped(start: Start) -> None:
+    root = start("max_steps=8", script=SLOW_STEPS)
+    root.await_step(3)
+    root.process.send_signal(signal.SIGTERM)
+    assert root.wait()[0] == 143
+    (root.run_dir / "stop").unlink()
+    again = start("max_steps=8")
+    code, output = again.wait()
+    assert code == 0, output
+    assert "resuming from the checkpoint of step" in output
+    assert logged_steps(again) == list(range(1, 9))
+    assert again.status()["attempt"] == 2
+
+
+def test_sft_trainers_are_told_themselves(start: Start) -> None:
+    root = start(MANY, config="sft", script={"trainer/0": {"step_s": 0.1}})
+    root.await_step(2)
+    root.process.send_signal(signal.SIGTERM)
+    assert root.wait()[0] == 143
+    assert steps(root.run_dir)
+
+
+def test_a_second_signal_ends_at_once(start: Start) -> None:
+    root = start(MANY, script=SLOW_STEPS | {"orchestrator": {"deaf": True}})
+    wait_for(lambda: root.status().get("state") == "running")
+    root.process.send_signal(signal.SIGINT)
+    wait_for(lambda: root.status()["state"] == "stopping")
+    root.process.send_signal(signal.SIGINT)
+    started_s = time.monotonic()
+    assert root.wait()[0] == 130
+    assert time.monotonic() - started_s < 2
+    assert root.alive() == []
+
+
+def test_who_does_not_stop_in_time_is_named_and_killed(start: Start) -> None:
+    root = start(MANY, "deployment.stop_timeout_s=0.5", script=SLOW_STEPS | {"orchestrator": {"deaf": True}})
+    wait_for(lambda: root.status().get("state") == "running")
+    root.process.send_signal(signal.SIGTERM)
+    code, output = root.wait()
+    assert code == 143
+    assert "orchestrator (rank 0, node 0)" in output
+    assert "did not stop in time" in output
+    assert root.alive() == []
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+
+def test_sigkill_of_the_root_leaves_nobody(start: Start) -> None:
+    script = SLOW_STEPS | {
+        "inference/0": {"grandchild": True},
+        "trainer/0": {"step_s": 0.1, "unmarked_grandchild": True},
+    }
+    root = start(MANY, script=script)
+    root.await_step(2)
+    wait_for(lambda: len(root.alive()) == 8)  # root, reaper, four roles, two grandchildren in sessions of their own
+    time.sleep(1.1)  # the reaper surveys once a second, and that is how it knows the unmarked one
+    root.process.kill()
+    root.process.wait()
+    assert root.await_gone() < 5
+    assert root.status()["state"] == "failed"
+    assert root.status()["failure"]["role"] == "root"
+
+
+def test_after_sigkill_of_the_root_the_next_start_resumes(start: Start) -> None:
+    root = start("max_steps=9", script=SLOW_STEPS)
+    root.await_step(4)
+    root.process.kill()
+    root.process.wait()
+    again = start("max_steps=9")  # at once: it waits for the reaper of the first to be done
+    code, output = again.wait()
+    assert code == 0, output
+    assert "resuming from the checkpoint of step" in output
+    assert logged_steps(again) == list(range(1, 10))
+
+
+@pytest.mark.parametrize("name", ["inference/0", "orchestrator", "trainer/0"])
+def test_sigkill_of_a_child_ends_the_run(start: Start, name: str) -> None:
+    root = start(MANY, script=SLOW_STEPS)
+    root.await_step(2)
+    os.kill(root.pid_of(name), signal.SIGKILL)
+    code, output = root.wait(5)
+    assert code == 1
+    assert f"{name} (rank 0, node 0) failed, class node: killed by SIGKILL from outside" in output
+    assert f"{name} is ready" in output  # of the log
+    assert root.status()["state"] == "failed"
+    assert root.status()["failure"]["role"] == name
+    assert root.status()["failure"]["log_tail"]
+    assert root.alive() == []
+
+
+def test_sigkill_of_a_trainer_rank_names_that_rank(start: Start) -> None:
+    script = {name: {"step_s": 0.1} for name in ("orchestrator", "trainer/0", "trainer/1")}
+    root = start(MANY, "deployment.num_train_gpus=2", "parallelism.dp_shard=2", script=script)
+    root.await_step(2)
+    os.kill(root.pid_of("trainer/1"), signal.SIGKILL)
+    assert root.wait(5)[0] == 1
+    assert (root.status()["failure"]["role"], root.status()["failure"]["rank"]) == ("trainer/1", 1)
+
+
+def test_an_exception_is_shown_with_its_log(start: Start) -> None:
+    root = start(script={"trainer/0": {"raise": "the gradient fell off", "at": 2}})
+    code, output = root.wait()
+    assert code == 1
+    assert "trainer/0 (rank 0, node 0) failed, class code: RuntimeError: the gradient fell off" in output
+    assert "Traceback" in output
+
+
+def test_running_out_of_memory_is_told_apart(start: Start) -> None:
+    root = start(script={"trainer/0": {"memory_error": True, "at": 2}})
+    assert root.wait()[0] == 1
+    assert root.status()["failure"]["class"] == "oom"
+
+
+def test_a_user_error_at_the_start_leaves_no_directory(start: Start) -> None:
+    root = start(script={"trainer/0": {"user_error": "the data set is not there"}})
+    code, output = root.wait()
+    assert code == 2
+    assert "the data set is not there\n  where: somewhere\n  do:    something" in output
+    assert "Traceback" not in output
+    assert not root.run_dir.exists()
+
+
+def test_a_user_error_in_an_existing_empty_directory_leaves_it_empty(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    root = start(script={"env/reverse_text": {"user_error": "no such data"}})
+    assert root.wait()[0] == 2
+    assert list(root.run_dir.iterdir()) == []
+
+
+def test_a_foreign_directory_is_refused_and_untouched(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    root = start()
+    code, output = root.wait()
+    assert code == 2
+    assert "is not empty and holds no run" in output
+    assert [path.name for path in root.run_dir.iterdir()] == ["thesis.tex"]
+
+
+def test_another_point_is_refused(start: Start) -> None:
+    start().wait()
+    code, output = start("seed=7").wait()
+    assert code == 2
+    assert "belongs to a different run" in output
+
+
+def test_an_env_is_restarted_on_the_same_port(start: Start) -> None:
+    root = start("max_steps=20", script=SLOW_STEPS | {"env/reverse_text": {"kill": "SIGKILL"}})
+    code, output = root.wait()
+    assert code == 0, output
+    assert "env/reverse_text ended (killed by SIGKILL from outside); restart 1 of 3" in output
+
+
+def test_an_env_that_keeps_dying_ends_the_run(start: Start) -> None:
+    root = start(MANY, script=SLOW_STEPS | {"env/reverse_text": {"raise": "broken", "always": True}})
+    code, output = root.wait()
+    assert code == 1
+    assert "restart 3 of 3" in output
+    assert "class env: RuntimeError: broken" in output
+
+
+# --- hangs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hung_child_is_found_and_its_stack_shown(start: Start) -> None:
+    root = start(MANY, "deployment.hang_timeout_s=1.5", script=SLOW_STEPS | {"trainer/0": {"hang": True, "at": 2}})
+    code, output = root.wait()
+    assert code == 1
+    assert root.status()["failure"]["class"] == "hang"
+    assert root.status()["failure"]["role"] == "trainer/0"
+    assert "no sign of life" in output
+    assert "in hang_here" in output
+    assert root.alive() == []
+
+
+def test_a_child_that_never_comes_up_is_found(start: Start) -> None:
+    root = start(MANY, "deployment.start_timeout_s=1", script={"inference/0": {"stuck_at_start": True}})
+    code, output = root.wait()
+    assert code == 1
+    assert "inference/0 (rank 0, node 0) failed, class hang: not ready" in output
+    assert "in play" in output
+
+
+# --- people -----------------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_runs_and_their_failures(start: Start, tmp_path: Path) -> None:
+    good, bad = start(name="good"), start(name="bad", script={"trainer/0": {"raise": "oh no", "at": 2}})
+    good.wait(), bad.wait()
+    table = subprocess.run(
+        [sys.executable, "-m", "prl.status", str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
+    assert any(line.split()[:3] == ["good", "done", "6/6"] for line in table.splitlines())
+    assert any("bad" in line and "code: trainer/0: RuntimeError: oh no" in line for line in table.splitlines())
+    assert not is_locked(good.run_dir)
+    assert read_bytes(good.run_dir / "overrides.txt") == b""
