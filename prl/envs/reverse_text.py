@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import string
 from difflib import SequenceMatcher
 
 from prl.envs.corpus import excerpts
@@ -13,12 +15,17 @@ class ReverseText(Environment):
 
     The reward is the similarity of reply and reversed text, 2 * matches / total length, as difflib.SequenceMatcher counts it (1:
     equal). "train" and "held_out" come from different sentences.
+
+    Demonstrations are those of a careless writer: each character is, with probability typo_rate, a random letter instead. A model
+    that imitates them samples such errors too; the reward is what teaches it not to.
     """
 
-    def __init__(self, min_chars: int = 6, max_chars: int = 16) -> None:
+    def __init__(self, min_chars: int = 6, max_chars: int = 16, typo_rate: float = 0.0) -> None:
         if not 0 < min_chars <= max_chars:
             raise ValueError(f"need 0 < min_chars <= max_chars, got {min_chars} and {max_chars}")
-        self.min_chars, self.max_chars = min_chars, max_chars
+        if not 0 <= typo_rate <= 1:
+            raise ValueError(f"typo_rate is a probability, got {typo_rate}")
+        self.min_chars, self.max_chars, self.typo_rate = min_chars, max_chars, typo_rate
 
     def tasks(self, split: Split) -> list[Task]:
         texts = excerpts(split, self.min_chars, self.max_chars)
@@ -28,4 +35,7 @@ class ReverseText(Environment):
         return SequenceMatcher(None, messages[-1]["content"], task.info["answer"], autojunk=False).ratio()
 
     def demonstration(self, task: Task) -> list[Message]:
-        return [*task.prompt, assistant(task.info["answer"])]
+        rng = random.Random(task.id)
+        letters = string.ascii_lowercase + " "
+        written = [rng.choice(letters) if rng.random() < self.typo_rate else char for char in task.info["answer"]]
+        return [*task.prompt, assistant("".join(written))]

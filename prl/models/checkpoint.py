@@ -62,7 +62,7 @@ def _download(repo_id: str) -> Path:
 def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
     """A checkpoint of random weights for the card, made once per (card, seed, tokenizer) and kept under cache_dir/models/."""
     identity = json.dumps([config.card.model_dump(), config.init_seed, config.tokenizer], sort_keys=True)
-    path = Path(cache_dir) / "models" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    path = Path(cache_dir).expanduser() / "models" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if path.is_dir():
         return path
     from prl.models.tokenizer import save_byte_tokenizer

@@ -85,6 +85,9 @@ SEQUENCE_LEVEL = frozenset({"gspo"})
 
 
 def mismatch_kl(logp: Tensor, logp_infer: Tensor) -> Tensor:
-    """[M] k3 estimate of KL(infer || train) per token, rho - log rho - 1 (http://joschu.net/blog/kl-approx.html)."""
-    log_ratio = (logp - logp_infer).detach()
-    return log_ratio.exp() - log_ratio - 1
+    """[M] float64: k3 estimate of KL(infer || train) per token, rho - log rho - 1 (http://joschu.net/blog/kl-approx.html).
+
+    In double precision through expm1, because its size is the square of log ratios that are rounding errors themselves.
+    """
+    log_ratio = (logp - logp_infer).detach().double()
+    return torch.expm1(log_ratio) - log_ratio
