@@ -47,7 +47,8 @@ class Orchestrator:
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.version_known = asyncio.Event()
         self.eval_lock = asyncio.Lock()  # evaluation and weight updates exclude each other
-        self.waiting_for_batch_since: float | None = None
+        self.handed: dict[int, tuple[float, float]] = {}  # step -> when the trainer took it, generation seconds until then
+        self.ready_since: dict[int, float] = {}  # step -> when its batch was ready
 
     async def run(self) -> None:
         ctx, config = self.ctx, self.config
@@ -128,10 +129,12 @@ class Orchestrator:
 
     async def _feed(self) -> None:
         """Collect batch after batch until max_steps."""
+        before = time.perf_counter()
         for step in range(self.ctx.resume_step + 1, self.config.max_steps + 1):
             started = time.perf_counter()
             groups = await self.producer.next_step()
-            generate_s = time.perf_counter() - started
+            now = time.perf_counter()
+            waited_s, since_last_s, before = now - started, now - before, now
             interval = self.config.ckpt.interval
             meta = {"stop": False, "checkpoint": bool(interval) and step % interval == 0}
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
@@ -140,12 +143,13 @@ class Orchestrator:
             async with self.step_ready:
                 self.snapshots[step] = self.producer.state()
                 self.batches[step] = batches
+                self.ready_since[step] = time.perf_counter()
                 for old in [s for s in self.batches if s < step - self.config.algo.max_off_policy_steps - 1]:
                     del self.batches[old]
                 for old in [s for s in self.snapshots if s < step - 2 * self.config.algo.max_off_policy_steps - 4]:
                     del self.snapshots[old]
                 self.step_ready.notify_all()
-            self._log_step(groups, batches, generate_s)
+            self._log_step(groups, batches, waited_s, since_last_s)
 
     def _due(self, version: int) -> bool:
         interval = self.config.eval.interval
@@ -166,6 +170,8 @@ class Orchestrator:
 
     async def batch_for(self, step: int, data_rank: int, timeout_s: float) -> bytes | None:
         """The batch of a step for one data rank; None when it is not ready within timeout_s."""
+        if data_rank == 0 and step - 1 in self.handed:
+            self._log_overlap(step - 1)
         deadline = time.monotonic() + timeout_s
         async with self.step_ready:
             while step not in self.batches and not self._stopped_before(step):
@@ -175,6 +181,8 @@ class Orchestrator:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.step_ready.wait(), left)
             if step in self.batches:
+                if data_rank == 0:
+                    self.handed[step] = (time.perf_counter(), self.runner.stats.clock.seconds())
                 return self.batches[step][data_rank].to_bytes()
         return TrainBatch(step, [], 0, 0, {"stop": True, "checkpoint": False}).to_bytes()
 
@@ -205,9 +213,21 @@ class Orchestrator:
     async def trainer_done(self, step: int) -> None:
         self.finished.set()
 
+    def _log_overlap(self, step: int) -> None:
+        """How much of the time in which the trainer worked on `step` the engines were generating, and who waited for whom."""
+        taken, generated = self.handed.pop(step)
+        busy_s = time.perf_counter() - taken
+        self.ctx.metrics.log(
+            step=step,
+            policy_version=step - 1,
+            overlap=(self.runner.stats.clock.seconds() - generated) / busy_s,
+            trainer_busy_s=busy_s,
+            wait_for_trainer_s=taken - self.ready_since.pop(step),
+        )
+
     # --- metrics ------------------------------------------------------------------------------------------------------
 
-    def _log_step(self, groups: StepGroups, batches: list[TrainBatch], generate_s: float) -> None:
+    def _log_step(self, groups: StepGroups, batches: list[TrainBatch], waited_s: float, since_last_s: float) -> None:
         lags = staleness(batches)
         finished = [r for g in groups.groups for r in g.finished]
         row: dict[str, Any] = {
@@ -224,9 +244,10 @@ class Orchestrator:
             "prompt_tokens": float(np.mean([r.prompt_tokens for r in finished])),
             "turns": float(np.mean([r.turns for r in finished])),
             "rollouts": groups.rollouts,
-            "rollouts_inflight": self.runner.stats.in_flight,
-            "generate_s": generate_s,
-            "tokens_per_s": groups.completion_tokens / max(generate_s, 1e-9),
+            "rollouts_inflight": self.runner.stats.clock.in_flight,
+            "wait_for_rollouts_s": waited_s,
+            "since_last_step_s": since_last_s,
+            "tokens_per_s": groups.completion_tokens / since_last_s,
         }
         row |= {f"reward/{env}": float(np.mean(rewards)) for env, rewards in groups.rewards_by_env.items()}
         if self.runner.stats.last_error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -24,11 +25,33 @@ class NothingWorks(RuntimeError):
     """Every rollout of a long row failed: this is no single bad rollout any more."""
 
 
+class BusyClock:
+    """Seconds in which at least one rollout was in flight."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.total_s = 0.0
+        self.since = 0.0
+
+    def enter(self) -> None:
+        if self.in_flight == 0:
+            self.since = time.perf_counter()
+        self.in_flight += 1
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self.total_s += time.perf_counter() - self.since
+
+    def seconds(self) -> float:
+        return self.total_s + (time.perf_counter() - self.since if self.in_flight else 0.0)
+
+
 @dataclass
 class RunnerStats:
     failures: Counter[str] = field(default_factory=Counter)  # message -> times
     failed_in_a_row: int = 0
-    in_flight: int = 0
+    clock: BusyClock = field(default_factory=BusyClock)
     last_error: str = ""
 
 
@@ -75,13 +98,13 @@ class RolloutRunner:
     async def _run(self, choice: TaskChoice, split: str, name: str, sampling: SamplingConfig) -> Rollout | None:
         try:
             async with self.slots:
-                self.stats.in_flight += 1
+                self.stats.clock.enter()
                 try:
                     rollout = await asyncio.wait_for(
                         self._converse(choice, split, name, sampling), self.config.env.rollout_timeout_s
                     )
                 finally:
-                    self.stats.in_flight -= 1
+                    self.stats.clock.leave()
             self.stats.failed_in_a_row = 0
             return rollout
         except (RolloutFailed, EngineError, TimeoutError) as error:
