@@ -12,6 +12,7 @@ README = ROOT / "README.md"
 HF = ["datasets>=3"]
 MATH = [*HF, "math-verify>=0.8"]
 DEV = [
+    *MATH,
     "build",
     "hypothesis",
     "mypy",

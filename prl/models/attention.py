@@ -30,9 +30,10 @@ def _varlen_attention(doc_lens: list[int], device: torch.device) -> Attend:
     longest = max(doc_lens)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return varlen_attn(q, k, v, ends, ends, longest, longest, is_causal=True)
+        window, grouped = (-1, 0), q.shape[1] != k.shape[1]  # all to the left, nothing to the right
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window, enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out
 
     return attend
 
@@ -57,7 +58,8 @@ def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
         starts = torch.tensor([s for s, _ in docs])[:, None]
         lengths = torch.tensor([n for _, n in docs])[:, None]
         columns = torch.arange(longest)[None, :]
-        gathers.append((starts + columns.minimum(lengths - 1)).to(device))  # padding repeats the last token: masked by causality
+        # padding repeats the last token: masked by causality
+        gathers.append((starts + columns.minimum(lengths - 1)).to(device))
         valid = columns < lengths
         rows = torch.arange(valid.numel()).view(valid.shape) + offset
         unpad[(starts + columns)[valid]] = rows[valid]

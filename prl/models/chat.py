@@ -1,8 +1,8 @@
 """Chat messages to tokens, turn by turn, without ever re-tokenising an earlier turn.
 
-A conversation's tokens are only ever appended to: what the engine sampled stays exactly as sampled, and a new turn adds the
-tokens of the text that the chat template puts behind it. Where a template rewrites history (one that drops earlier reasoning,
-say), that exact-prefix property breaks, and `extend` says so by returning None.
+A conversation's tokens are only ever appended to: what the engine sampled stays exactly as sampled, and a new turn
+adds the tokens of the text that the chat template puts behind it. Where a template rewrites history (one that drops
+earlier reasoning, say), that exact-prefix property breaks, and `extend` says so by returning None.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class ChatRenderer:
         )
 
     def extend(self, text: str, messages: list[Message], add_generation_prompt: bool = True) -> str | None:
-        """What `messages` adds behind `text`, the text already tokenised; None when it does not begin with that text."""
+        """What `messages` adds behind `text`, the text already tokenised; None when it does not begin with that
+        text.
+        """
         whole = self.text(messages, add_generation_prompt)
         return whole[len(text) :] if whole.startswith(text) else None
 

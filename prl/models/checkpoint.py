@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -32,7 +32,7 @@ _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM
 
 
 def resolve_model_path(config: ModelConfig, cache_dir: Path, init_model_path: str | None = None) -> Path:
-    """The directory of the initial weights: a given one, else model.path (a hub id is downloaded), else made from the card.
+    """The directory of the initial weights: the given one, else model.path (a hub id is fetched), else made from the card.
 
     Raises UserError when model.path is neither a directory nor to be had from the hub.
     """
@@ -49,7 +49,9 @@ def _download(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]))
+        return Path(
+            snapshot_download(repo_id, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"])
+        )
     except Exception as error:  # the hub client raises a dozen unrelated types for "not there" and "no network"
         raise UserError(
             f"model {repo_id!r} is neither a directory nor could it be fetched from the Hugging Face hub",
@@ -60,9 +62,13 @@ def _download(repo_id: str) -> Path:
 
 
 def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
-    """A checkpoint of random weights for the card, made once per (card, seed, tokenizer) and kept under cache_dir/models/."""
+    """A checkpoint of random weights for the card, made once per (card, seed, tokenizer) and kept under
+    cache_dir/models/.
+    """
     identity = json.dumps([config.card.model_dump(), config.init_seed, config.tokenizer], sort_keys=True)
-    path = Path(cache_dir).expanduser() / "models" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    path = (
+        Path(cache_dir).expanduser() / "models" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    )
     if path.is_dir():
         return path
     from prl.models.tokenizer import save_byte_tokenizer
@@ -128,13 +134,15 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except SafetensorError as error:
-                raise UserError(f"{file.name} is damaged: {error}", where=str(file), fix="fetch the file again") from error
+                raise UserError(
+                    f"{file.name} is damaged: {error}", where=str(file), fix="fetch the file again"
+                ) from error
             for name in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
                 yield name, handle.get_slice(name)
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
+def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
     """Copy Hugging Face tensors (or lazy slices) into the model in place, each rank only its own part.
 
     Raises ValueError naming what is missing or unknown; parameters already copied stay copied.
@@ -151,10 +159,12 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
         missing.discard(region)
     if missing:
         names = sorted({region.param for region in missing})
-        raise ValueError(f"{len(missing)} tensors are missing from the checkpoint, among them for {', '.join(names[:3])}")
+        raise ValueError(
+            f"{len(missing)} tensors are missing from the checkpoint, among them for {', '.join(names[:3])}"
+        )
 
 
-def _expected_regions(model: nn.Module) -> set[Region]:
+def _expected_regions(model: Qwen3Model) -> set[Region]:
     meta = ((name, torch.empty(p.shape, device="meta")) for name, p in model.named_parameters())
     regions = (locate(hf_name, model.card) for name, t in meta for hf_name, _ in to_hf(name, t, model.card))
     return {region for region in regions if region is not None}
@@ -181,7 +191,7 @@ def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Qwen3Model) -> Iterator[tuple[str, Tensor]]:
     """Whole checkpoint tensors, gathered one parameter at a time: a collective when the model is sharded."""
     for name, param in model.named_parameters():
         data = param.detach()
@@ -189,7 +199,9 @@ def hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from to_hf(name, whole, model.card)
 
 
-def save_checkpoint(tensors: Iterable[tuple[str, Tensor]], path: Path, card: ModelCard, shard_bytes: int = 5 << 30) -> None:
+def save_checkpoint(
+    tensors: Iterable[tuple[str, Tensor]], path: Path, card: ModelCard, shard_bytes: int = 5 << 30
+) -> None:
     """Write safetensors shards, their index and config.json."""
     from safetensors.torch import save_file
 
@@ -214,8 +226,8 @@ def save_checkpoint(tensors: Iterable[tuple[str, Tensor]], path: Path, card: Mod
     for index, name in names.items():
         (path / f"shard-{index}.tmp").rename(path / name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        listing = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
     (path / "config.json").write_text(json.dumps(card_to_hf_config(card), indent=1) + "\n")
 
 

@@ -52,8 +52,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [N, H], weights [N, K], experts [N, K] -> [N, H].
 
-        Assignments are sorted by expert, so each expert's tokens are one contiguous slice; results return to their token
-        by a gather, not by atomics, so the sum's order (and its rounding) is fixed.
+        Assignments are sorted by expert, so each expert's tokens are one contiguous slice; results return to their
+        token by a gather, not by atomics, so the sum's order (and its rounding) is fixed.
         """
         num_tokens, top_k = experts.shape
         flat = experts.flatten()

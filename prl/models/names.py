@@ -1,7 +1,7 @@
 """Between Hugging Face's parameter names and ours.
 
-They differ in the prefix `model.` and in the experts, which a checkpoint stores one by one and we stack. Adding a family means
-adding its pairs here.
+They differ in the prefix `model.` and in the experts, which a checkpoint stores one by one and we stack. Adding a
+family means adding its pairs here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _EXPERT = re.compile(r"model\.(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)
 class Region:
     """Where one Hugging Face tensor lies inside one of our parameters.
 
-    `expert` is the index along dimension 0 (None: the tensor is the whole parameter), `rows` the range along dimension 1.
+    `expert` is the index along dimension 0 (None: the tensor is the whole parameter), `rows` the range along
+    dimension 1.
     """
 
     param: str

@@ -1,9 +1,10 @@
 """Qwen3 dense and Qwen3-MoE as one decoder, written for packed tokens.
 
-Tokens of all sequences lie in one flat dimension [N]; what separates sequences is the `attend` callable, so that the trainer
-(packed documents) and the built-in inference engine (KV cache) run exactly the same code and agree to rounding.
-Architecture: Qwen3 technical report (arXiv:2505.09388); parameter names follow the Hugging Face checkpoints, except that the
-experts of a layer are stacked (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]).
+Tokens of all sequences lie in one flat dimension [N]; what separates sequences is the `attend` callable, so that the
+trainer (packed documents) and the built-in inference engine (KV cache) run exactly the same code and agree to
+rounding. Architecture: Qwen3 technical report (arXiv:2505.09388); parameter names follow the Hugging Face
+checkpoints, except that the experts of a layer are stacked (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj`
+[E, H, I]).
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """Decoder with LM head. Built on the meta device by `prl.models.checkpoint`, then loaded.
 
-    forward: input_ids [N] int64, positions [N] int64, attend as above -> hidden [N, H] after the final norm; with `head`,
-    its result instead. `head(hidden [N, H], weight [V, H])` runs inside forward because under FSDP the LM head's
-    weight is whole only there.
+    forward: input_ids [N] int64, positions [N] int64, attend as above -> hidden [N, H] after the final norm; with
+    `head`, its result instead. `head(hidden [N, H], weight [V, H])` runs inside forward because under FSDP the LM
+    head's weight is whole only there.
     """
 
     def __init__(self, card: ModelCard) -> None:
@@ -149,7 +150,9 @@ class Qwen3Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Normal(0, std) for matrices, ones for norms; the same numbers for the same generator state on every platform's CPU."""
+        """Normal(0, std) for matrices, ones for norms; the same numbers for the same generator state on every
+        platform's CPU.
+        """
         for name, param in self.named_parameters():
             if name.endswith("norm.weight"):
                 param.fill_(1.0)

@@ -28,7 +28,7 @@ def rloo(rewards: np.ndarray) -> np.ndarray:
 
 
 def maxrl(rewards: np.ndarray) -> np.ndarray:
-    """A_i = (r_i - mean(r)) / mean(r), the maximum-likelihood objective's weighting (MaxRL, arXiv:2602.02710). [G] -> [G]
+    """A_i = (r_i - mean(r)) / mean(r), weighted as maximum likelihood would (MaxRL, arXiv:2602.02710). [G] -> [G]
 
     Tasks that are rarely solved weigh more, as in log-likelihood. Defined for rewards >= 0; all-zero groups give zeros.
     """
@@ -45,7 +45,9 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.ndarray:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_tokens - buffer, then linear to -1. [G] -> [G]"""
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_tokens - buffer, then linear to -1.
+    [G] -> [G]
+    """
     if buffer == 0:
         return np.where(lengths >= max_tokens, -1.0, 0.0)
     return -np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0)
@@ -56,8 +58,8 @@ def group_advantages(
 ) -> np.ndarray:
     """Advantages [G] of one group's rollouts, length rule included; a group of one has no baseline and gets zero.
 
-    lengths are completion tokens. With length_rule=dapo_filter, rollouts that ran into the limit get no gradient at all (overlong
-    filtering, arXiv:2503.14476), because their reward says nothing about where they were heading.
+    lengths are completion tokens. With length_rule=dapo_filter, rollouts that ran into the limit get no gradient at
+    all (overlong filtering, arXiv:2503.14476), because their reward says nothing about where they were heading.
     """
     if algo.length_rule == "dapo_overlong":
         rewards = rewards + overlong_penalty(lengths, max_tokens, algo.overlong_buffer)

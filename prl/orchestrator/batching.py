@@ -13,7 +13,9 @@ from prl.transport.packing import Document, pack_for_ranks
 
 
 def build_batches(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any]) -> list[TrainBatch]:
-    """One TrainBatch per data rank. Samples longer than seq_len are cut at the end (counted in the metrics as truncated)."""
+    """One TrainBatch per data rank. Samples longer than seq_len are cut at the end (counted in the metrics as
+    truncated).
+    """
     documents = [
         to_document(sample, rollout, seq_len)
         for group in step.groups

@@ -14,8 +14,8 @@ Generate = Callable[[list[int], int], Awaitable[Generation]]  # (prompt ids, max
 class Conversation:
     """Renders each turn's text, tokenises only what is new, and collects training samples.
 
-    As long as the chat template appends, the whole conversation is one sample. Where it rewrites history, the sample so far is
-    closed and a new one starts from the rewritten prompt.
+    As long as the chat template appends, the whole conversation is one sample. Where it rewrites history, the sample
+    so far is closed and a new one starts from the rewritten prompt.
     """
 
     def __init__(self, renderer: ChatRenderer, config: InferenceConfig, max_turns: int, generate: Generate) -> None:

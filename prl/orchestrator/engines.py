@@ -114,7 +114,7 @@ class EnginePool:
                     raise EngineError(f"{url}{route}: {response.status}: {(await response.text())[:500]}")
                 if response.content_type != "application/json":
                     return {}
-                return await response.json()  # type: ignore[no-any-return]
+                return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"{url}{route}: {type(error).__name__}: {error}") from error
 

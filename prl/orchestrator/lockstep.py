@@ -1,20 +1,22 @@
 """Reproducible generation: requests enter the engines in fixed sets, so batch composition never depends on timing.
 
-Rounding depends on which sequences are computed together. In synchronous runs (max_off_policy_steps=0) all live rollouts must
-therefore reach their next request before any is sent; then the engines are paused, given all of them, and resumed. An engine that admits
-a paused queue in order of request id (the built-in one does) then computes the same numbers in every run.
+Rounding depends on which sequences are computed together. In synchronous runs (max_off_policy_steps=0) all live
+rollouts must therefore reach their next request before any is sent; then the engines are paused, given all of them,
+and resumed. An engine that admits a paused queue in order of request id (the built-in one does) then computes the
+same numbers in every run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 
-Send = Callable[[int], Awaitable[Generation]]  # takes the replica to use
+Send = Callable[[int], Coroutine[Any, Any, Generation]]  # takes the replica to use
 
 
 @dataclass
@@ -25,7 +27,9 @@ class _Waiting:
 
 
 class Lockstep:
-    """A barrier over live rollouts. Each calls `enter` when it starts, `leave` when it ends, and generates through `request`."""
+    """A barrier over live rollouts. Each calls `enter` when it starts, `leave` when it ends, and generates through
+    `request`.
+    """
 
     def __init__(self, engines: EnginePool) -> None:
         self.engines = engines
@@ -55,7 +59,7 @@ class Lockstep:
         try:
             replicas = len(self.engines.urls)
             await self.engines.everywhere("/pause?mode=keep")
-            sent = [asyncio.create_task(w.send(i % replicas)) for i, w in enumerate(batch)]  # type: ignore[arg-type]
+            sent = [asyncio.create_task(w.send(i % replicas)) for i, w in enumerate(batch)]
             for replica in range(replicas):
                 expected = len(batch[replica::replicas])
                 while await self.engines.queued(replica) < expected and not all(task.done() for task in sent):

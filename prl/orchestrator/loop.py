@@ -41,13 +41,15 @@ class Orchestrator:
         self.ctx, self.config = ctx, ctx.plan.config
         self.colocated = self.config.deployment.type == "colocated"
         self.step_ready = asyncio.Condition()
-        self.batches: dict[int, list[TrainBatch]] = {}  # by step; the newest two, so that a slow rank still finds its own
+        # by step; the newest two, so that a slow rank still finds its own
+        self.batches: dict[int, list[TrainBatch]] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}  # producer state after each handed-out step
         self.stop_at: int | None = None  # first step that nobody will train
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.version_known = asyncio.Event()
         self.eval_lock = asyncio.Lock()  # evaluation and weight updates exclude each other
-        self.handed: dict[int, tuple[float, float]] = {}  # step -> when the trainer took it, generation seconds until then
+        # step -> when the trainer took it, generation seconds until then
+        self.handed: dict[int, tuple[float, float]] = {}
         self.ready_since: dict[int, float] = {}  # step -> when its batch was ready
 
     async def run(self) -> None:
@@ -93,7 +95,9 @@ class Orchestrator:
         self.snapshots[step] = self.producer.state()
 
     async def _with_beats(self, work: Awaitable[None]) -> None:
-        """Run `work` while telling the supervisor that this event loop is alive, and watching for the request to stop."""
+        """Run `work` while telling the supervisor that this event loop is alive, and watching for the request to
+        stop.
+        """
         task = asyncio.ensure_future(work)
         while not task.done():
             self.ctx.beat()
@@ -214,7 +218,9 @@ class Orchestrator:
         self.finished.set()
 
     def _log_overlap(self, step: int) -> None:
-        """How much of the time in which the trainer worked on `step` the engines were generating, and who waited for whom."""
+        """How much of the time in which the trainer worked on `step` the engines were generating, and who waited
+        for whom.
+        """
         taken, generated = self.handed.pop(step)
         busy_s = time.perf_counter() - taken
         self.ctx.metrics.log(

@@ -1,8 +1,8 @@
 """Keeps rollouts flowing, and hands out one optimizer step's worth of groups at a time.
 
-How far generation may run ahead follows from the staleness bound alone. A group begun now will probably be trained at step
-S = next_step + outstanding // groups_per_batch, with policy S - 1 in training, so it may start while
-S - 1 - version <= max_off_policy_steps. What nevertheless arrives too old is dropped, counted and replaced.
+How far generation may run ahead follows from the staleness bound alone. A group begun now will probably be trained at
+step S = next_step + outstanding // groups_per_batch, with policy S - 1 in training, so it may start while S - 1 -
+version <= max_off_policy_steps. What nevertheless arrives too old is dropped, counted and replaced.
 """
 
 from __future__ import annotations
@@ -86,7 +86,11 @@ class Producer:
     def _lands_in_time(self, outstanding: int) -> bool:
         """Whether a group begun behind `outstanding` others would be young enough for the step that it lands in."""
         lands_at = self.current.step + outstanding // self.groups_per_batch
-        return not self.holding and lands_at <= self.config.max_steps and lands_at - 1 - self.runner.version <= self.run_ahead
+        return (
+            not self.holding
+            and lands_at <= self.config.max_steps
+            and lands_at - 1 - self.runner.version <= self.run_ahead
+        )
 
     def _start_one(self) -> None:
         if self.requeued:

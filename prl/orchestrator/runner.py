@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from prl.config.schema import RunConfig, SamplingConfig
 from prl.envs.protocol import Message
@@ -90,7 +91,9 @@ class RolloutRunner:
     def start_rollout(
         self, choice: TaskChoice, split: str, name: str, sampling: SamplingConfig
     ) -> asyncio.Task[Rollout | None]:
-        """Begin one rollout; its result is None if it failed (counted in `stats`). `name` orders it and seeds its sampling."""
+        """Begin one rollout; its result is None if it failed (counted in `stats`). `name` orders it and seeds its
+        sampling.
+        """
         if self.lockstep:
             self.lockstep.enter()  # before anything runs, so that the barrier knows everybody who is to come
         return asyncio.create_task(self._run(choice, split, name, sampling))
@@ -128,7 +131,7 @@ class RolloutRunner:
             seed = request_seed(self.config.seed, request_id)
             salt = f"{split}-{self.version}"
 
-            def send(replica: int | None) -> Awaitable[Generation]:
+            def send(replica: int | None) -> Coroutine[Any, Any, Generation]:
                 return self.engines.generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, replica)
 
             return await (self.lockstep.request(request_id, send) if self.lockstep else send(None))

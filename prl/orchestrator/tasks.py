@@ -14,7 +14,9 @@ class TaskChoice:
 
 
 class TaskSampler:
-    """Weighted mix of environments; each environment's tasks are gone through in shuffled epochs, without repetition."""
+    """Weighted mix of environments; each environment's tasks are gone through in shuffled epochs, without
+    repetition.
+    """
 
     def __init__(self, counts: dict[str, int], weights: dict[str, float], seed: int) -> None:
         self.counts, self.seed = counts, seed

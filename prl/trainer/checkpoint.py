@@ -72,9 +72,7 @@ class TrainerCheckpointer:
         """Restore the state saved under `path` (a complete checkpoint directory)."""
         state = self._state(model, optimizers)
         dcp.load(state, checkpoint_id=str(path / PART))
-        set_state_dict(
-            model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         _set_random_state(state.get(_random_key()))
 
     def _state(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -99,7 +97,9 @@ def _set_random_state(state: dict[str, Any] | None) -> None:
 
 
 def no_space(error: BaseException | None) -> bool:
-    """Whether ENOSPC or EDQUOT stands anywhere behind an exception, also inside DCP's per-rank failures and C++ writers."""
+    """Whether ENOSPC or EDQUOT stands anywhere behind an exception, also inside DCP's per-rank failures and C++
+    writers.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -115,7 +115,9 @@ def no_space(error: BaseException | None) -> bool:
 
 def disk_full(run_dir: Path, step: int) -> UserError:
     older = sorted(int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*[0-9]"))
-    survives = f"the checkpoint of step {older[-1]} is complete and survives" if older else "there was no older checkpoint"
+    survives = (
+        f"the checkpoint of step {older[-1]} is complete and survives" if older else "there was no older checkpoint"
+    )
     return UserError(
         f"the disk is full: the checkpoint of step {step} could not be written ({survives})",
         where=str(run_dir / "checkpoints"),

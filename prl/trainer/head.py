@@ -15,16 +15,14 @@ AUTO_CHUNK_TOKENS = 8192
 Head = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def logprob_head(
-    rows: Tensor, targets: Tensor, temperature: float, chunk: int | Literal["auto", "disabled"]
-) -> Head:
+def logprob_head(rows: Tensor, targets: Tensor, temperature: float, chunk: int | Literal["auto", "disabled"]) -> Head:
     """A head for `Qwen3Model.forward`: (hidden [N, H], weight [V, H]) -> log p(target) [M], entropy [M], float32.
 
     rows [M] are the positions whose next-token distribution is wanted, targets [M] the tokens that followed. The
-    distribution is that of logits / temperature, as the engine samples it. With a chunk size (tokens), logits of one chunk
-    exist at a time and are recomputed in backward, so memory does not grow with M times V.
+    distribution is that of logits / temperature, as the engine samples it. With a chunk size (tokens), logits of one
+    chunk exist at a time and are recomputed in backward, so memory does not grow with M times V.
     """
-    size = {"disabled": None, "auto": AUTO_CHUNK_TOKENS}.get(chunk, chunk)  # type: ignore[call-overload]
+    size = None if chunk == "disabled" else AUTO_CHUNK_TOKENS if chunk == "auto" else chunk
 
     def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         picked = hidden[rows]

@@ -1,8 +1,8 @@
 """Policy-gradient losses, one small function each.
 
-All take the same `LossInputs` and return the loss of each trained token [M]; the caller sums over all tokens of the global
-batch and divides by the number of trained tokens (or of trained sequences, for losses in SEQUENCE_LEVEL).
-rho is always exp(logp_train - logp_infer): the behaviour policy is the engine that really sampled the token, whatever its
+All take the same `LossInputs` and return the loss of each trained token [M]; the caller sums over all tokens of the
+global batch and divides by the number of trained tokens (or of trained sequences, for losses in SEQUENCE_LEVEL). rho
+is always exp(logp_train - logp_infer): the behaviour policy is the engine that really sampled the token, whatever its
 version was.
 """
 
@@ -29,10 +29,10 @@ class LossInputs:
 def masked_importance(x: LossInputs, algo: AlgoConfig) -> Tensor:
     """Importance-weighted policy gradient with masking by probability difference (prl's default; DESIGN.md).
 
-    -keep * A * rho + kl_tau * (log rho)^2. A token is dropped from the first term when the policy has already moved further
-    than allowed in the direction in which its advantage pushes: A > 0 and p_train - p_infer > mask_high, or A <= 0 and
-    p_train - p_infer < -mask_low. Differences of probabilities rather than ratios: a ratio is large for rare tokens
-    whose probability hardly moved.
+    -keep * A * rho + kl_tau * (log rho)^2. A token is dropped from the first term when the policy has already moved
+    further than allowed in the direction in which its advantage pushes: A > 0 and p_train - p_infer > mask_high, or A
+    <= 0 and p_train - p_infer < -mask_low. Differences of probabilities rather than ratios: a ratio is large for rare
+    tokens whose probability hardly moved.
     """
     keep = masked_importance_keep(x, algo)
     log_ratio = x.logp - x.logp_infer
@@ -55,7 +55,9 @@ def ppo_clip(x: LossInputs, algo: AlgoConfig) -> Tensor:
 
 
 def cispo(x: LossInputs, algo: AlgoConfig) -> Tensor:
-    """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
+    """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a clipped, detached importance weight; no token loses
+    its gradient.
+    """
     rho = (x.logp.detach() - x.logp_infer).exp().clamp(1 - algo.clip_low, 1 + algo.clip_high)
     return -rho * x.advantages * x.logp
 

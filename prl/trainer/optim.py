@@ -14,8 +14,8 @@ from prl.config.schema import OptimConfig, ScheduleConfig
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """One optimizer, or two for Muon: it orthogonalises the 2-D hidden matrices (torch.optim.Muon), AdamW has the rest.
 
-    The rest is what Muon is not defined for: embeddings, LM head, norms, and stacked experts (3-D). Muon's update is scaled
-    to AdamW's RMS ("match_rms_adamw", arXiv:2502.16982), so one learning rate serves both.
+    The rest is what Muon is not defined for: embeddings, LM head, norms, and stacked experts (3-D). Muon's update is
+    scaled to AdamW's RMS ("match_rms_adamw", arXiv:2502.16982), so one learning rate serves both.
     """
     params = dict(model.named_parameters())
     if config.type == "sgd":
@@ -44,8 +44,8 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
 def lr_factor(step: int, max_steps: int, schedule: ScheduleConfig) -> float:
     """Multiplier of optim.lr at a 1-based step.
 
-    Linear warm-up from 0 over warmup_steps; then constant, linear or cosine decay to min_lr_ratio, or warm-up-stable-decay
-    (wsd, arXiv:2404.06395): constant, then linear decay over the last decay_steps.
+    Linear warm-up from 0 over warmup_steps; then constant, linear or cosine decay to min_lr_ratio, or
+    warm-up-stable-decay (wsd, arXiv:2404.06395): constant, then linear decay over the last decay_steps.
     """
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps

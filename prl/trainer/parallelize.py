@@ -42,7 +42,9 @@ def apply_checkpointing(model: Qwen3Model, ac: ActivationCheckpointing) -> None:
 
 
 def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
-    """Shard over dp_shard, replicate over dp_replicate; parameters and reductions in float32, compute in model.dtype."""
+    """Shard over dp_shard, replicate over dp_replicate; parameters and reductions in float32, compute in
+    model.dtype.
+    """
     compute = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     mesh = world.mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]

@@ -74,7 +74,8 @@ class RLTrainer:
         """Forward and backward over this rank's micro-batches, then the optimizer step. Returns this step's numbers."""
         started = time.perf_counter()
         sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, mismatch KL, masked tokens, tokens
-        kls, flops = [], 0.0
+        kls: list[np.ndarray] = []
+        flops = 0.0
         for micro in batch.micro_batches:
             self.ctx.beat()
             stats = self.policy.forward(micro, self.config.inference.sampling.temperature)

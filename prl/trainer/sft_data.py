@@ -1,4 +1,6 @@
-"""Supervised data: conversations from a JSONL file, a Hugging Face dataset or a built-in environment, as packed rows."""
+"""Supervised data: conversations from a JSONL file, a Hugging Face dataset or a built-in environment, as packed
+rows.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.config.schema import SftConfig, SftDataConfig
+from prl.envs.protocol import Split
 from prl.models.chat import ChatRenderer, Message, mask_by_role
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import Document, build_micro_batch
 
 
-def load_conversations(data: SftDataConfig, split: str) -> list[list[Message]]:
+def load_conversations(data: SftDataConfig, split: Split) -> list[list[Message]]:
     """Conversations of one split ("train" or "held_out"). Raises UserError for a missing or malformed source."""
     if split == "held_out" and data.val_source is not None:
         return _read_source(data.val_source, data, "train")
@@ -28,7 +31,7 @@ def load_conversations(data: SftDataConfig, split: str) -> list[list[Message]]:
     return everything[:cut] if split == "train" else everything[cut:]
 
 
-def _read_source(source: str, data: SftDataConfig, split: str) -> list[list[Message]]:
+def _read_source(source: str, data: SftDataConfig, split: Split) -> list[list[Message]]:
     if source.startswith("env:"):
         from prl.envs.loading import load_env
 
@@ -41,7 +44,9 @@ def _read_source(source: str, data: SftDataConfig, split: str) -> list[list[Mess
 
 def _read_jsonl(path: Path) -> list[list[Message]]:
     if not path.is_file():
-        raise UserError("the dataset does not exist", where=f"data.source={path}", fix="data.source=/path/to/file.jsonl")
+        raise UserError(
+            "the dataset does not exist", where=f"data.source={path}", fix="data.source=/path/to/file.jsonl"
+        )
     conversations = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -83,7 +88,9 @@ _EXPECTED = 'each example is {"messages": [{"role": ..., "content": ...}, ...]} 
 
 
 def to_messages(row: dict[str, Any]) -> list[Message]:
-    """A row with `messages`, or with `prompt` and `completion` (strings or message lists). Raises ValueError otherwise."""
+    """A row with `messages`, or with `prompt` and `completion` (strings or message lists). Raises ValueError
+    otherwise.
+    """
     if "messages" in row:
         messages = list(row["messages"])
     elif "prompt" in row and "completion" in row:
@@ -139,7 +146,7 @@ class SftData:
         yield row
 
 
-def load_sft_data(config: SftConfig, split: str, renderer: ChatRenderer, seed: int) -> SftData:
+def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed: int) -> SftData:
     """Tokenise and mask a split. Raises UserError when nothing is left to train on."""
     documents, dropped = [], 0
     for messages in load_conversations(config.data, split):

@@ -141,6 +141,4 @@ class SftTrainer:
                 pass
 
     def log(self, step: int, row: dict[str, Any], step_s: float) -> None:
-        self.ctx.metrics.log(
-            step=step, **row, step_s=step_s, peak_memory_bytes=peak_memory_bytes(self.world.device)
-        )
+        self.ctx.metrics.log(step=step, **row, step_s=step_s, peak_memory_bytes=peak_memory_bytes(self.world.device))

@@ -64,7 +64,7 @@ def join_world(ctx: ChildContext) -> World:
 
 def build_world(plan: MeshPlan, device: torch.device) -> World:
     """The mesh of an initialised process group."""
-    assert plan.cp == 1 and plan.ep == 1, "refused at config time"
+    assert plan.cp == plan.ep == 1, "refused at config time"
     mesh = init_device_mesh(
         device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
     )

@@ -1,7 +1,7 @@
 """Training batches: packed documents with per-token targets, advantages, sampling logprobs and policy versions.
 
-Alignment: everything is indexed by the token that it is about. Token t of a document (t >= 1) is predicted from tokens < t of
-the same document; its `loss_mask`, `logp_infer`, `advantages` and `versions` stand at index t.
+Alignment: everything is indexed by the token that it is about. Token t of a document (t >= 1) is predicted from
+tokens < t of the same document; its `loss_mask`, `logp_infer`, `advantages` and `versions` stand at index t.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One binary message: a JSON header and raw arrays. What training batches travel as between orchestrator and trainer.
 
-Layout: 8-byte little-endian header length, UTF-8 JSON header {"meta": ..., "arrays": [[name, dtype, shape], ...]}, then the
-arrays' bytes one after another, each padded to 8 bytes so that decoding needs no copy.
+Layout: 8-byte little-endian header length, UTF-8 JSON header {"meta": ..., "arrays": [[name, dtype, shape], ...]},
+then the arrays' bytes one after another, each padded to 8 bytes so that decoding needs no copy.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Document:
 def pack_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
     """First-fit decreasing: document indices per row, each row's lengths summing to at most seq_len.
 
-    Deterministic (ties by index). A document longer than seq_len raises ValueError: cutting it is the caller's decision.
+    Deterministic (ties by index). A document longer than seq_len raises ValueError: cutting it is the caller's
+    decision.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows: list[list[int]] = []
@@ -47,7 +48,7 @@ def pack_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
 
 
 def deal_rows(weights: list[int], data_ranks: int) -> list[list[int]]:
-    """Row indices per data rank: every rank gets the same number of rows (some may be padding, index -1), heavy rows spread.
+    """Row indices per data rank: equally many for each (some may be padding, index -1), heavy rows spread.
 
     Collectives need equal numbers of forward passes on every rank, hence the padding rows.
     """

@@ -1,8 +1,9 @@
 """Weights from trainer to inference engines: by files, or by shared memory on one host.
 
-The trainer's rank 0 calls `publisher(...)`, then `publish(version, tensors)` after each step; the returned `update_info` travels
-over the engines' /update_weights route, and the engine calls `receive(update_info)`. Tensors carry their Hugging Face names, so any
-engine can load them. Checksums (CRC-32) cover every byte and are verified on receipt when asked.
+The trainer's rank 0 calls `publisher(...)`, then `publish(version, tensors)` after each step; the returned
+`update_info` travels over the engines' /update_weights route, and the engine calls `receive(update_info)`. Tensors
+carry their Hugging Face names, so any engine can load them. Checksums (CRC-32) cover every byte and are verified on
+receipt when asked.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def _tensor_at(buffer: mmap.mmap, dtype: str, shape: list[int], offset: int, siz
 class SharedMemoryPublisher:
     """One segment of POSIX shared memory per version.
 
-    Its name is unlinked as soon as every engine has acknowledged, so memory lives only as long as somebody maps it. A name
-    left by a killed run is the root's to remove (it knows the run token).
+    Its name is unlinked as soon as every engine has acknowledged, so memory lives only as long as somebody maps it. A
+    name left by a killed run is the root's to remove (it knows the run token).
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,7 +142,8 @@ class SharedMemoryPublisher:
         self.path.unlink(missing_ok=True)
         with open(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, size)  # so that a full /dev/shm is an error here, not a SIGBUS later
+                # so that a full /dev/shm is an error here, not a SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise UserError(
                     f"{size} bytes of shared memory for weights version {version} are not to be had: {error}",
