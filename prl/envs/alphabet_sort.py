@@ -6,13 +6,14 @@ import random
 
 from prl.envs.corpus import sentences
 from prl.envs.protocol import Chat, ChatEnded, Environment, Message, Split, Task, assistant, user
+from prl.envs.splits import draw_tasks
 
 
 class AlphabetSort(Environment):
     """Each turn brings words; the reply must hold all words so far, sorted, separated by spaces.
 
-    Words come from real English sentences. The reward is the mean over turns of the share of positions that are right. A
-    conversation cut short is scored over all its turns.
+    Words come from real English sentences. The reward is the mean over turns of the share of positions that are
+    right. A conversation cut short is scored over all its turns.
     """
 
     def __init__(self, turns: int = 2, words_per_turn: int = 2, num_tasks: int = 2048, seed: int = 0) -> None:
@@ -22,14 +23,15 @@ class AlphabetSort(Environment):
 
     def tasks(self, split: Split) -> list[Task]:
         words = sorted({w for s in sentences() for w in s.lower().split() if w.isalpha() and 2 <= len(w) <= 6})
-        rng = random.Random(f"{self.seed}/{split}")
-        count = self.num_tasks if split == "train" else max(1, self.num_tasks // 8)
-        return [self._task(f"{split}/{i}", rng.sample(words, self.turns * self.words_per_turn)) for i in range(count)]
+        size = self.turns * self.words_per_turn
+        if size > len(words):
+            raise ValueError(f"turns * words_per_turn is {size}, but there are {len(words)} words")
+        return draw_tasks(lambda rng: self._task(rng.sample(words, size)), self.num_tasks, split, self.seed)
 
-    def _task(self, task_id: str, words: list[str]) -> Task:
+    def _task(self, words: list[str]) -> tuple[str, Task]:
         turns = [words[i : i + self.words_per_turn] for i in range(0, len(words), self.words_per_turn)]
-        answers = [sorted(sum(turns[: i + 1], [])) for i in range(len(turns))]
-        return Task(task_id, (user(" ".join(turns[0])),), {"turns": turns, "answers": answers})
+        answers = [sorted(word for turn in turns[: i + 1] for word in turn) for i in range(len(turns))]
+        return " ".join(sorted(words)), Task("", (user(" ".join(turns[0])),), {"turns": turns, "answers": answers})
 
     async def rollout(self, task: Task, chat: Chat) -> None:
         try:

@@ -32,24 +32,31 @@ def excerpts(split: str, min_chars: int, max_chars: int, held_out_fraction: floa
     """Runs of whole words from the sentences of one split, each of min_chars to max_chars characters.
 
     A sentence longer than max_chars gives several excerpts, cut at word borders, one after another. The split
-    ("train" or "held_out") is decided per sentence by a shuffle with `seed`, so no excerpt of a held-out sentence is
-    ever trained on.
+    ("train" or "held_out") is decided per sentence by a shuffle with `seed`. An excerpt that also occurs in a held-out
+    sentence is left out of "train".
     """
     order = list(sentences())
     random.Random(seed).shuffle(order)
     cut = int(len(order) * held_out_fraction)
-    chosen = order[:cut] if split == "held_out" else order[cut:]
+    held_out = _cut_sentences(order[:cut], min_chars, max_chars)
+    if split == "held_out":
+        return list(held_out)
+    return [piece for piece in _cut_sentences(order[cut:], min_chars, max_chars) if piece not in held_out]
+
+
+def _cut_sentences(chosen: list[str], min_chars: int, max_chars: int) -> dict[str, None]:
+    """Their distinct excerpts in order of appearance, as a dict's keys."""
     found: dict[str, None] = {}
     for sentence in chosen:
         piece = ""
         for word in sentence.split(" "):
             longer = f"{piece} {word}" if piece else word
             if len(longer) > max_chars:
-                if len(piece) >= min_chars:
+                if min_chars <= len(piece) <= max_chars:
                     found[piece] = None
                 piece = word
             else:
                 piece = longer
         if min_chars <= len(piece) <= max_chars:
             found[piece] = None
-    return list(found)
+    return found

@@ -9,6 +9,7 @@ from collections import Counter
 from fractions import Fraction
 
 from prl.envs.protocol import Environment, Message, Split, Task, assistant, user
+from prl.envs.splits import draw_tasks
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -16,31 +17,34 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 class Countdown(Environment):
     """The prompt is like "3 7 5=26": write an expression over + - * / and parentheses that uses each number at most once.
 
-    Reward 1 if it is worth the target, format_reward if it is a valid expression over the given numbers with another value,
-    else 0. Every task is solvable, because its target is made from an expression.
+    Reward 1 if it is worth the target, format_reward if it is a valid expression over the given numbers with another
+    value, else 0. Every task is solvable, because its target is made from an expression.
     """
 
-    def __init__(self, numbers: int = 3, largest: int = 9, num_tasks: int = 2048, format_reward: float = 0.1, seed: int = 0) -> None:
+    def __init__(
+        self, numbers: int = 3, largest: int = 9, num_tasks: int = 2048, format_reward: float = 0.1, seed: int = 0
+    ) -> None:
         if numbers < 2 or largest < 1:
             raise ValueError(f"need at least 2 numbers, each at least 1, got numbers={numbers}, largest={largest}")
         self.numbers, self.largest, self.num_tasks = numbers, largest, num_tasks
         self.format_reward, self.seed = format_reward, seed
 
     def tasks(self, split: Split) -> list[Task]:
-        rng = random.Random(f"{self.seed}/{split}")
-        count = self.num_tasks if split == "train" else max(1, self.num_tasks // 8)
-        return [self._task(f"{split}/{i}", rng) for i in range(count)]
+        return draw_tasks(self._draw, self.num_tasks, split, self.seed)
 
-    def _task(self, task_id: str, rng: random.Random) -> Task:
+    def _draw(self, rng: random.Random) -> tuple[str, Task]:
         numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
         solution, target = str(numbers[0]), numbers[0]
         for number in numbers[1:]:
             sign = rng.choice("+-*")
-            solution = f"({solution}){sign}{number}" if sign == "*" and len(solution) > 2 else f"{solution}{sign}{number}"
+            solution = (
+                f"({solution}){sign}{number}" if sign == "*" and len(solution) > 2 else f"{solution}{sign}{number}"
+            )
             target = {"+": target + number, "-": target - number, "*": target * number}[sign]
         shown = rng.sample(numbers, len(numbers))
         prompt = f"{' '.join(map(str, shown))}={target}"
-        return Task(task_id, (user(prompt),), {"numbers": numbers, "target": target, "solution": solution})
+        task = Task("", (user(prompt),), {"numbers": numbers, "target": target, "solution": solution})
+        return f"{sorted(numbers)}={target}", task
 
     def reward(self, task: Task, messages: list[Message]) -> float:
         try:
@@ -56,7 +60,8 @@ class Countdown(Environment):
 def evaluate(expression: str, allowed: list[int]) -> Fraction:
     """Exact value of an arithmetic expression that uses each of `allowed` at most once.
 
-    Raises ValueError for anything else (other syntax, other numbers, over 200 characters), SyntaxError and ZeroDivisionError.
+    Raises ValueError for anything else (other syntax, other numbers, over 200 characters), SyntaxError and
+    ZeroDivisionError.
     """
     if len(expression) > 200:
         raise ValueError("expression too long")

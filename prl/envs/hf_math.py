@@ -13,9 +13,9 @@ INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{
 class HuggingFaceMath(Environment):
     """Problems and reference answers from two columns of a dataset; reward 1 if the reply's final answer is equivalent.
 
-    `dataset` is whatever `datasets.load_dataset` takes (a hub name, or "json" with `load_args={"data_files": ...}`). Without an own
-    held-out split, the last `held_out_fraction` of `split` is held out. Equivalence is decided by math-verify
-    (https://github.com/huggingface/Math-Verify), which parses LaTeX and plain expressions.
+    `dataset` is whatever `datasets.load_dataset` takes (a hub name, or "json" with `load_args={"data_files": ...}`).
+    Without an own held-out split, the last `held_out_fraction` of `split` is held out. Equivalence is decided by
+    math-verify (https://github.com/huggingface/Math-Verify), which parses LaTeX and plain expressions.
     """
 
     def __init__(
@@ -70,7 +70,11 @@ class HuggingFaceMath(Environment):
                 fix="set args.question_key and args.answer_key",
             )
         return [
-            Task(f"{split}/{i}", (user(str(row[self.question_key]) + self.instruction),), {"answer": str(row[self.answer_key])})
+            Task(
+                f"{split}/{i}",
+                (user(str(row[self.question_key]) + self.instruction),),
+                {"answer": str(row[self.answer_key])},
+            )
             for i, row in enumerate(rows)
         ]
 

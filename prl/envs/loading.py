@@ -36,7 +36,9 @@ def load_env(env_id: str, args: dict[str, Any]) -> Environment:
     try:
         env = cls(**args)
     except (TypeError, ValueError) as error:
-        raise UserError(f"environment {env_id!r} refuses its arguments: {error}", where="env.mix.<name>.args") from error
+        raise UserError(
+            f"environment {env_id!r} refuses its arguments: {error}", where="env.mix.<name>.args"
+        ) from error
     if not isinstance(env, Environment):
         raise UserError(f"{env_id!r} is not a prl.envs.protocol.Environment", where="env.mix.<name>.id")
     return env

@@ -7,8 +7,9 @@
         def reward(self, task, messages):
             return float("hello" in messages[-1]["content"].lower())
 
-The default `rollout` asks once. A multi-turn environment overrides it and calls `chat.reply(...)` as often as it likes; a tool is a
-message with role "tool" that the environment adds. An environment runs in a process of its own and never sees tokens.
+The default `rollout` asks once. A multi-turn environment overrides it and calls `chat.reply(...)` as often as it
+likes; a tool is a message with role "tool" that the environment adds. An environment runs in a process of its own and
+never sees tokens.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from prl.envs.protocol import Environment, Message, Split, Task, assistant, user
 class ReverseText(Environment):
     """Excerpts of English sentences of min_chars to max_chars characters, to be reversed character by character.
 
-    The reward is the similarity of reply and reversed text, 2 * matches / total length, as difflib.SequenceMatcher counts it (1:
-    equal). "train" and "held_out" come from different sentences.
+    The reward is the similarity of reply and reversed text, 2 * matches / total length, as difflib.SequenceMatcher
+    counts it (1: equal). "train" and "held_out" come from different sentences.
 
-    Demonstrations are those of a careless writer: each character is, with probability typo_rate, a random letter instead. A model
-    that imitates them samples such errors too; the reward is what teaches it not to.
+    Demonstrations are those of a careless writer: each character is, with probability typo_rate, a random letter
+    instead. A model that imitates them samples such errors too; the reward is what teaches it not to.
     """
 
     def __init__(self, min_chars: int = 6, max_chars: int = 16, typo_rate: float = 0.0) -> None:

@@ -1,9 +1,9 @@
 """The process `env/<name>`: runs rollouts of one environment for the orchestrator over one websocket.
 
-Messages are JSON objects with "op"; "rollout" is the orchestrator's id of the rollout.
-orchestrator -> worker: start {split, index}, assistant {content}, ended, cancel
-worker -> orchestrator: hello {counts}, reply {messages}, done {reward, task}, failed {error}
-The orchestrator has the tokenizer and the engines; this side has only text, and code that may raise, hang or return nonsense.
+Messages are JSON objects with "op"; "rollout" is the orchestrator's id of the rollout. orchestrator -> worker: start
+{split, index}, assistant {content}, ended, cancel worker -> orchestrator: hello {counts}, reply {messages}, done
+{reward, task}, failed {error} The orchestrator has the tokenizer and the engines; this side has only text, and code
+that may raise, hang or return nonsense.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from prl.runtime.child import ChildContext
 
 MAX_STUCK_REWARDS = 8  # threads that never came back; beyond that the process starts afresh
 MAX_MESSAGE_BYTES = 64 << 20
+
+
+class RewardFailed(RuntimeError):
+    """What the environment's reward raised, as text."""
 
 
 class TooManyStuckRewards(RuntimeError):
@@ -65,7 +69,7 @@ class EnvWorker:
         self.chats: dict[str, RemoteChat] = {}
         self.running: dict[str, asyncio.Task[None]] = {}
         self.socket: web.WebSocketResponse | None = None
-        self.stuck = 0
+        self.stuck: list[threading.Thread] = []  # reward computations that are overdue
 
     async def run(self) -> None:
         app = web.Application()
@@ -77,8 +81,9 @@ class EnvWorker:
         self.ctx.ready()
         while not self.ctx.stop_requested:
             self.ctx.beat()
-            if self.stuck >= MAX_STUCK_REWARDS:
-                raise TooManyStuckRewards(f"{self.stuck} reward computations of {self.ctx.role.name} never returned")
+            self.stuck = [thread for thread in self.stuck if thread.is_alive()]
+            if len(self.stuck) >= MAX_STUCK_REWARDS:
+                raise TooManyStuckRewards(f"{len(self.stuck)} reward computations of {self.ctx.role.name} never returned")
             await asyncio.sleep(0.1)
         await runner.cleanup()
 
@@ -122,6 +127,8 @@ class EnvWorker:
                 await self.env.rollout(task, chat)
             reward = await self.score(task, chat.messages)
             await self.send({"op": "done", "rollout": rollout, "reward": reward, "task": task.id})
+        except RewardFailed as error:
+            await self.send({"op": "failed", "rollout": rollout, "error": str(error)})
         except Exception as error:
             await self.send({"op": "failed", "rollout": rollout, "error": f"{type(error).__name__}: {error}"})
         finally:
@@ -133,23 +140,25 @@ class EnvWorker:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[float] = loop.create_future()
 
-        def deliver(value: float | None, error: BaseException | None) -> None:
+        def deliver(value: float, error: str) -> None:
             if not result.done():
-                result.set_exception(error) if error is not None else result.set_result(value)  # type: ignore[arg-type]
+                result.set_exception(RewardFailed(error)) if error else result.set_result(value)
 
         def compute() -> None:
+            value, error = math.nan, ""
             try:
-                value, error = float(self.env.reward(task, messages)), None
-            except BaseException as caught:  # delivered to the rollout that waits for it
-                value, error = None, caught
+                value = float(self.env.reward(task, messages))
+            except BaseException as caught:  # as text: SystemExit or StopIteration must not get into the event loop
+                error = f"{type(caught).__name__}: {caught}"
             with contextlib.suppress(RuntimeError):  # the loop is gone: the process is stopping
                 loop.call_soon_threadsafe(deliver, value, error)
 
-        threading.Thread(target=compute, daemon=True).start()
+        thread = threading.Thread(target=compute, daemon=True)
+        thread.start()
         try:
             value = await asyncio.wait_for(result, self.config.reward_timeout_s)
         except TimeoutError:
-            self.stuck += 1
+            self.stuck.append(thread)
             raise TimeoutError(f"no reward after {self.config.reward_timeout_s} s") from None
         if not math.isfinite(value):
             raise ValueError(f"the reward is {value}")
