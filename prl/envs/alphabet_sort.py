@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from prl.envs.corpus import sentences
 from prl.envs.protocol import Chat, ChatEnded, Environment, Message, Split, Task, assistant, user
 from prl.envs.splits import draw_tasks

@@ -15,7 +15,7 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 class Countdown(Environment):
-    """The prompt is like "3 7 5=26": write an expression over + - * / and parentheses that uses each number at most once.
+    """The prompt is like "3 7 5=26": write an expression over + - * / and parentheses, each number at most once.
 
     Reward 1 if it is worth the target, format_reward if it is a valid expression over the given numbers with another
     value, else 0. Every task is solvable, because its target is made from an expression.
@@ -74,7 +74,7 @@ def evaluate(expression: str, allowed: list[int]) -> Fraction:
                 raise ValueError(f"{node.value} is not given, or used too often")
             return Fraction(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](visit(node.left), visit(node.right))  # type: ignore[no-any-return]
+            return _OPERATORS[type(node.op)](visit(node.left), visit(node.right))
         raise ValueError(f"{ast.dump(node)[:40]} is not arithmetic on the given numbers")
 
     return visit(ast.parse(expression, mode="eval").body)

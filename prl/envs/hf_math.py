@@ -59,7 +59,7 @@ class HuggingFaceMath(Environment):
                 f"dataset {self.dataset!r} (split {dataset_split!r}) could not be loaded",
                 where="env.mix.<name>.args.dataset",
                 why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                fix="give a dataset that the hub knows, or args.dataset=json with args.load_args.data_files=/path.jsonl",
+                fix="a dataset that the hub knows, or args.dataset=json with args.load_args.data_files=/path.jsonl",
             ) from error
         missing = {self.question_key, self.answer_key} - set(rows.column_names)
         if missing:

@@ -18,7 +18,10 @@ def split_of(key: str) -> Split:
     return "held_out" if sha256(key.encode()).digest()[0] % HELD_OUT_SHARE == 0 else "train"
 
 
-def draw_tasks(draw: Callable[[random.Random], tuple[str, Task]], num_tasks: int, split: Split, seed: int) -> list[Task]:
+Draw = Callable[[random.Random], tuple[str, Task]]
+
+
+def draw_tasks(draw: Draw, num_tasks: int, split: Split, seed: int) -> list[Task]:
     """num_tasks tasks ("held_out": an eighth of that, at least one), drawn until they belong to `split`.
 
     Args:

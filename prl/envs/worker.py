@@ -83,7 +83,7 @@ class EnvWorker:
             self.ctx.beat()
             self.stuck = [thread for thread in self.stuck if thread.is_alive()]
             if len(self.stuck) >= MAX_STUCK_REWARDS:
-                raise TooManyStuckRewards(f"{len(self.stuck)} reward computations of {self.ctx.role.name} never returned")
+                raise TooManyStuckRewards(f"{len(self.stuck)} rewards of {self.ctx.role.name} never returned")
             await asyncio.sleep(0.1)
         await runner.cleanup()
 
