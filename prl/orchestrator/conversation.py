@@ -34,10 +34,10 @@ class Conversation:
         if self.turns >= self.max_turns:
             return None
         sample = self._render_prompt()
-        room = self.config.max_model_len - len(sample.input_ids)
-        if room <= 0:
+        if sample is None:
             self.truncated = True
             return None
+        room = self.config.max_model_len - len(sample.input_ids)
         generation = await self.generate(sample.input_ids, min(room, self.config.sampling.max_tokens))
         if not generation.token_ids:
             raise RuntimeError(f"the engine returned no token (finish_reason={generation.finish_reason})")
@@ -52,15 +52,20 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": content})
         return content
 
-    def _render_prompt(self) -> Sample:
-        added = self.renderer.extend(self.text, self.messages)
+    def _render_prompt(self) -> Sample | None:
+        """The sample to go on with, its prompt appended; None, and nothing changed, when no token would fit behind it."""
+        sample, text = self.samples[-1], self.text
+        added = self.renderer.extend(text, self.messages)
         if added is None:
-            self.samples.append(Sample())
+            sample, text = Sample(), ""
             added = self.renderer.text(self.messages, add_generation_prompt=True)
-            self.text = ""
-        sample = self.samples[-1]
-        sample.append_prompt(self.renderer.encode(added))
-        self.text += added
+        ids = self.renderer.encode(added)
+        if len(sample.input_ids) + len(ids) >= self.config.max_model_len:
+            return None
+        if sample is not self.samples[-1]:
+            self.samples.append(sample)
+        sample.append_prompt(ids)
+        self.text = text + added
         return sample
 
     def finished_samples(self) -> list[Sample]:

@@ -102,8 +102,11 @@ class EnginePool:
 
     async def queued(self, replica: int) -> int:
         """Requests that a replica holds, waiting or running."""
-        async with self.session.get(f"{self.urls[replica]}/metrics") as response:
-            text = await response.text()
+        try:
+            async with self.session.get(f"{self.urls[replica]}/metrics") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"{self.urls[replica]}/metrics: {type(error).__name__}: {error}") from error
         found = re.findall(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}]*\})? ([0-9.e+]+)", text, re.MULTILINE)
         return int(sum(float(value) for value in found))
 
@@ -122,6 +125,8 @@ class EnginePool:
 def _parse_choice(choice: dict[str, Any]) -> Generation:
     content = (choice.get("logprobs") or {}).get("content") or []
     token_ids = choice["token_ids"] or []
+    if len(content) != len(token_ids):
+        raise EngineError(f"an engine returned {len(token_ids)} tokens but {len(content)} logprobs")
     versions = [0] * len(token_ids)
     for span in choice.get("weight_versions") or []:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])

@@ -19,7 +19,7 @@ from prl.orchestrator.rollout import Generation
 Send = Callable[[int], Coroutine[Any, Any, Generation]]  # takes the replica to use
 
 
-@dataclass
+@dataclass(eq=False)
 class _Waiting:
     request_id: str
     send: Send
@@ -48,7 +48,11 @@ class Lockstep:
         waiting = _Waiting(request_id, send, asyncio.get_running_loop().create_future())
         self.waiting.append(waiting)
         self._flush_if_complete()
-        return await waiting.result
+        try:
+            return await waiting.result
+        finally:
+            if waiting in self.waiting:  # cancelled before it was sent: must not be counted as live
+                self.waiting.remove(waiting)
 
     def _flush_if_complete(self) -> None:
         if self.waiting and len(self.waiting) == self.live and self.flushing is None:
@@ -61,8 +65,8 @@ class Lockstep:
             await self.engines.everywhere("/pause?mode=keep")
             sent = [asyncio.create_task(w.send(i % replicas)) for i, w in enumerate(batch)]
             for replica in range(replicas):
-                expected = len(batch[replica::replicas])
-                while await self.engines.queued(replica) < expected and not all(task.done() for task in sent):
+                mine = sent[replica::replicas]
+                while await self.engines.queued(replica) < sum(not task.done() for task in mine):  # done: refused
                     await asyncio.sleep(0.002)
             await self.engines.everywhere("/resume")
             results = await asyncio.gather(*sent, return_exceptions=True)
@@ -76,3 +80,4 @@ class Lockstep:
                 waiting.result.set_exception(result)
             else:
                 waiting.result.set_result(result)
+        self._flush_if_complete()  # requests that came meanwhile, if nobody of this batch is alive any more

@@ -69,7 +69,8 @@ class Producer:
 
     def state(self) -> dict[str, object]:
         """What a checkpoint must hold: where to go on, and which groups were sampled but not trained."""
-        return {"next_group": self.next_group, "outstanding": sorted([*self.in_flight, *(g.index for g in self.ready)])}
+        outstanding = [*self.in_flight, *(g.index for g in self.ready), *self.requeued]
+        return {"next_group": self.next_group, "outstanding": sorted(outstanding)}
 
     # --- starting groups ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,188 @@
+"""Messages in, exactly the sampled tokens kept: the exact-prefix property, splits, limits."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import END, byte_tokenizer
+
+from prl.config.schema import InferenceConfig, SamplingConfig
+from prl.models.chat import ChatRenderer
+from prl.orchestrator.conversation import Conversation
+from prl.orchestrator.rollout import Generation
+
+# drops all but the last assistant turn's content before "]", as reasoning models' templates drop earlier thoughts
+REWRITING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}"
+    "{{ '<|assistant|>' + m['content'].split(']')[-1] + '<|end|>' }}"
+    "{% else %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def rewriting(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    tokenizer.chat_template = REWRITING
+    return tokenizer
+
+
+class Scripted:
+    """Stands for an engine: gives the next ids and remembers what it was asked. Versions count the calls."""
+
+    def __init__(self, *answers, experts=False):
+        self.answers, self.experts, self.prompts, self.limits = list(answers), experts, [], []
+
+    async def __call__(self, prompt_ids, max_tokens):
+        version = len(self.prompts)
+        self.prompts.append(list(prompt_ids))
+        self.limits.append(max_tokens)
+        ids = list(self.answers.pop(0))[:max_tokens]
+        routed = None
+        if self.experts:
+            length = len(prompt_ids) + len(ids) - 1
+            routed = np.broadcast_to(np.arange(length, dtype=np.uint8)[:, None, None], (length, 2, 1)).copy()
+        reason = "stop" if ids and ids[-1] == END else "length"
+        return Generation(ids, [-0.5 - version] * len(ids), [version] * len(ids), reason, routed)
+
+
+def talk(tokenizer, engine, *turns, max_turns=8, max_model_len=200, max_tokens=64):
+    """Feed user turns; returns the conversation and what was replied."""
+    config = InferenceConfig(max_model_len=max_model_len, sampling=SamplingConfig(max_tokens=max_tokens))
+    conversation = Conversation(ChatRenderer(tokenizer), config, max_turns, engine)
+
+    async def scenario():
+        return [await conversation.reply([{"role": "user", "content": turn}]) for turn in turns]
+
+    return conversation, asyncio.run(scenario())
+
+
+def said(text):
+    return [*text.encode(), END]
+
+
+def test_two_turns_are_one_sample_of_exactly_what_was_sampled(tokenizer):
+    engine = Scripted(said("hi"), said("bye"))
+    conversation, replies = talk(tokenizer, engine, "a", "b")
+    assert replies == ["hi", "bye"]
+    (sample,) = conversation.finished_samples()
+    assert tokenizer.decode(sample.input_ids) == (
+        "<|user|>a<|end|><|assistant|>hi<|end|><|user|>b<|end|><|assistant|>bye<|end|>"
+    )
+    trained = [i for i, m in zip(sample.input_ids, sample.loss_mask, strict=True) if m]
+    assert trained == said("hi") + said("bye")
+    assert [v for v in sample.versions if v >= 0] == [0] * 3 + [1] * 4
+    assert sorted(set(sample.logp_infer)) == [-1.5, -0.5, 0.0]
+    assert (conversation.turns, conversation.prompt_tokens, conversation.completion_tokens) == (2, 4, 7)
+    assert not conversation.truncated
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 261), min_size=1, max_size=12), min_size=1, max_size=5),
+    st.lists(st.text(max_size=6), min_size=5, max_size=5),
+    st.booleans(),
+)
+def test_earlier_tokens_never_change(tokenizer, answers, turns, ends):
+    """Whatever is sampled, invalid UTF-8 and special tokens included: the trained tokens are the sampled ones, and within a
+    sample every prompt begins with the prompt and the answer before it."""
+    answers = [answer + [END] if ends else answer for answer in answers]
+    engine = Scripted(*answers)
+    conversation, _ = talk(tokenizer, engine, *turns[: len(answers)], max_model_len=10_000)
+    samples = conversation.finished_samples()
+    trained = [i for s in samples for i, m in zip(s.input_ids, s.loss_mask, strict=True) if m]
+    assert trained == [token for answer in answers for token in answer]
+    starts = 0
+    for turn, prompt in enumerate(engine.prompts):
+        before = engine.prompts[turn - 1] + answers[turn - 1] if turn else []
+        if turn and prompt[: len(before)] != before:
+            starts += 1
+        assert any(s.input_ids[: len(prompt) + len(answers[turn])] == prompt + answers[turn] for s in samples)
+    assert len(samples) == starts + 1
+    for sample in samples:
+        assert len({len(x) for x in (sample.input_ids, sample.loss_mask, sample.logp_infer, sample.versions)}) == 1
+
+
+def test_invalid_utf8_stays_one_sample(tokenizer):
+    engine = Scripted([0xC3, 0x28, 0xFF, END], [*"ü".encode()[:1]], said("ok"))
+    conversation, replies = talk(tokenizer, engine, "ä€😀", "b", "c", max_tokens=4)
+    assert replies == ["\ufffd(\ufffd", "\ufffd", "ok"]
+    (sample,) = conversation.finished_samples()
+    assert [i for i, m in zip(sample.input_ids, sample.loss_mask, strict=True) if m] == [
+        0xC3, 0x28, 0xFF, END, 0xC3, *said("ok"),
+    ]  # fmt: skip
+    assert engine.prompts[0] == [258, *"ä€😀".encode(), END, 259]
+
+
+def test_an_answer_without_end_gets_one_that_is_not_trained(tokenizer):
+    engine = Scripted(b"abcdef", said("x"))
+    conversation, _ = talk(tokenizer, engine, "a", "b", max_tokens=4)
+    (sample,) = conversation.finished_samples()
+    assert tokenizer.decode(sample.input_ids) == (
+        "<|user|>a<|end|><|assistant|>abcd<|end|><|user|>b<|end|><|assistant|>x<|end|>"
+    )
+    assert sum(sample.loss_mask) == 4 + 2
+    assert conversation.truncated
+
+
+def test_rewritten_history_starts_a_new_sample(rewriting):
+    engine = Scripted(said("[think]one"), said("[more]two"), said("three"))
+    conversation, _ = talk(rewriting, engine, "a", "b", "c")
+    texts = [rewriting.decode(s.input_ids) for s in conversation.finished_samples()]
+    one = "<|user|>a<|end|><|assistant|>"
+    assert texts == [
+        f"{one}[think]one<|end|>",
+        f"{one}one<|end|><|user|>b<|end|><|assistant|>[more]two<|end|>",
+        f"{one}one<|end|><|user|>b<|end|><|assistant|>two<|end|><|user|>c<|end|><|assistant|>three<|end|>",
+    ]
+    trained = [
+        rewriting.decode([i for i, m in zip(s.input_ids, s.loss_mask, strict=True) if m])
+        for s in conversation.finished_samples()
+    ]
+    assert trained == ["[think]one<|end|>", "[more]two<|end|>", "three<|end|>"]
+
+
+def test_a_full_context_ends_the_conversation_and_leaves_the_sample_as_it_was(tokenizer):
+    engine = Scripted(said("x" * 30), said("y"), experts=True)
+    conversation, replies = talk(tokenizer, engine, "a", "b" * 70, "c", max_model_len=60)
+    assert replies == ["x" * 30, None, None]
+    assert conversation.truncated
+    (sample,) = conversation.finished_samples()
+    assert len(sample.input_ids) == 4 + 31 == len(sample.routed_experts)
+    assert sample.loss_mask[-1]
+
+
+def test_a_reply_never_outgrows_the_context(tokenizer):
+    engine = Scripted(b"z" * 100)
+    conversation, (reply,) = talk(tokenizer, engine, "abc", max_model_len=10)
+    assert reply == "zzzz"
+    assert engine.limits == [4]
+    assert conversation.truncated
+    assert len(conversation.finished_samples()[0].input_ids) == 10
+
+
+def test_max_turns_ends_the_conversation(tokenizer):
+    conversation, replies = talk(tokenizer, Scripted(said("1"), said("2")), "a", "b", "c", max_turns=2)
+    assert replies == ["1", "2", None]
+    assert not conversation.truncated
+    assert conversation.turns == 2
+
+
+def test_an_empty_generation_is_an_error(tokenizer):
+    with pytest.raises(RuntimeError, match="returned no token"):
+        talk(tokenizer, Scripted([]), "a")
+
+
+def test_routing_covers_every_token_and_later_turns_replace_it(tokenizer):
+    conversation, _ = talk(tokenizer, Scripted(said("hi"), said("bye"), experts=True), "a", "b")
+    (sample,) = conversation.finished_samples()
+    length = len(sample.input_ids)
+    assert sample.routed_experts.shape == (length, 2, 1)
+    assert sample.routed_experts[:, 0, 0].tolist() == [*range(length - 1), length - 2]

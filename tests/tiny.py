@@ -1,0 +1,53 @@
+"""Tiny models, tokenizers and documents that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from prl.config.schema import ModelCard
+from prl.models.qwen3 import Qwen3Model
+from prl.models.tokenizer import save_byte_tokenizer
+
+VOCAB = 264  # 256 bytes, 6 special tokens, padded to a multiple of 8
+END = 256  # "<|end|>"
+
+_BASE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rope_theta": 5000.0,
+}
+
+
+def moe_card(**changes: object) -> ModelCard:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": True}
+    return ModelCard(**{"family": "qwen3_moe", **_BASE, **sizes, **changes})
+
+
+def dense_card(**changes: object) -> ModelCard:
+    return ModelCard(**{"family": "qwen3", **_BASE, "intermediate_size": 48, "tie_word_embeddings": False, **changes})
+
+
+def random_model(card: ModelCard, seed: int = 0, std: float = 0.2) -> Qwen3Model:
+    """A model whose every weight, norms included, is off its default."""
+    model = Qwen3Model(card)
+    generator = torch.Generator().manual_seed(seed)
+    model.init_weights(generator, std)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("norm.weight"):
+                param.add_(torch.randn(param.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def byte_tokenizer(path: Path):
+    from transformers import AutoTokenizer
+
+    save_byte_tokenizer(path)
+    return AutoTokenizer.from_pretrained(str(path))
