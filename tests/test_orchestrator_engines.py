@@ -1,0 +1,320 @@
+"""The client of the inference engines and the barrier of synchronous runs, against a small engine over real HTTP."""
+
+import asyncio
+import base64
+import contextlib
+import io
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+from prl.config.schema import InferenceConfig, SamplingConfig
+from prl.orchestrator.engines import EngineError, EnginePool
+from prl.orchestrator.lockstep import Lockstep
+
+SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(256,))
+
+
+class FakeEngine:
+    """Answers /inference/v1/generate while not paused. `log` holds control routes and the sets admitted together."""
+
+    def __init__(self):
+        self.log, self.bodies, self.held, self.running = [], [], [], 0
+        self.go = asyncio.Event()
+        self.go.set()
+        self.choice = {}  # overrides of the answer
+        self.refuse = set()  # request ids
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/health", self.health)
+        app.router.add_post("/{route}", self.control)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        finally:
+            await runner.cleanup()
+
+    async def generate(self, request):
+        assert request.headers["Authorization"] == "Bearer token"
+        body = await request.json()
+        self.bodies.append(body)
+        if body["request_id"] in self.refuse:
+            return web.json_response({"error": "the prompt is too long"}, status=400)
+        self.held.append(body["request_id"])
+        await self.go.wait()
+        if self.held:
+            self.log.append(sorted(self.held))
+            self.held = []
+        ids = body["token_ids"][-1:] * 2
+        choice = {
+            "token_ids": ids,
+            "finish_reason": "stop",
+            "logprobs": {"content": [{"token_id": i, "logprob": -0.25} for i in ids]},
+            "routed_experts": None,
+            "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+        }
+        return web.json_response({"choices": [choice | self.choice]})
+
+    async def metrics(self, request):
+        text = f'# TYPE x gauge\nvllm:num_requests_waiting{{model="m"}} {len(self.held)}\nvllm:num_requests_running 0.0\n'
+        return web.Response(text=text)
+
+    async def health(self, request):
+        return web.Response()
+
+    async def control(self, request):
+        route = request.match_info["route"]
+        self.log.append(route)
+        if route == "pause":
+            self.go.clear()
+        if route == "resume":
+            self.go.set()
+        if route == "reset_prefix_cache":
+            return web.Response(status=500, text="cannot")
+        return web.json_response({})
+
+
+@contextlib.asynccontextmanager
+async def pool_of(count=1, **config):
+    engines = [FakeEngine() for _ in range(count)]
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(engine.serving()) for engine in engines]
+        pool = EnginePool(urls, InferenceConfig(**config), "token")
+        stack.push_async_callback(pool.close)
+        yield pool, engines
+
+
+def generate(pool, request_id="r", replica=None, prompt=(1, 2, 9)):
+    return pool.generate(list(prompt), 7, 11, "train-3", SAMPLING, request_id, replica)
+
+
+# --- requests and answers ---------------------------------------------------------------------------------------------
+
+
+def test_a_request_carries_everything_that_fixes_its_sample():
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            await pool.wait_healthy(5)
+            result = await generate(pool)
+            return result, engine.bodies[0]
+
+    result, body = asyncio.run(scenario())
+    assert (result.token_ids, result.logprobs, result.versions, result.finish_reason) == ([9, 9], [-0.25] * 2, [3, 3], "stop")
+    assert result.routed_experts is None
+    assert (body["token_ids"], body["cache_salt"], body["request_id"]) == ([1, 2, 9], "train-3", "r")
+    assert body["sampling_params"] == {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 7, "seed": 11,
+        "stop_token_ids": [256], "logprobs": 0,
+    }  # fmt: skip
+
+
+def test_versions_change_within_an_answer_and_routing_is_decoded():
+    routed = np.arange(2 * 4, dtype=np.uint8).reshape(4, 2, 1)
+    file = io.BytesIO()
+    np.save(file, routed)
+
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            engine.choice = {
+                "routed_experts": base64.b64encode(file.getvalue()).decode(),
+                "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+                "finish_reason": "length",
+            }
+            return await generate(pool)
+
+    result = asyncio.run(scenario())
+    assert result.versions == [3, 4]
+    np.testing.assert_array_equal(result.routed_experts, routed)
+
+
+@pytest.mark.parametrize(
+    ("choice", "refuse", "message"),
+    [
+        ({"logprobs": None}, set(), "2 tokens but 0 logprobs"),
+        ({}, {"r"}, "generate: 400: .*too long"),
+    ],
+)
+def test_bad_answers_are_engine_errors(choice, refuse, message):
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            engine.choice, engine.refuse = choice, refuse
+            with pytest.raises(EngineError, match=message):
+                await generate(pool)
+            assert pool.in_flight == [0]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_gone_or_slow_is_an_engine_error():
+    async def scenario():
+        async with pool_of(request_timeout_s=0.2) as (pool, (engine,)):
+            engine.go.clear()
+            with pytest.raises(EngineError, match="TimeoutError"):
+                await generate(pool)
+            with pytest.raises(EngineError, match="reset_prefix_cache: 500: cannot"):
+                await pool.everywhere("/reset_prefix_cache")
+            pool.urls = ["http://127.0.0.1:9"]
+            with pytest.raises(EngineError, match="ClientConnectorError"):
+                await generate(pool)
+            with pytest.raises(EngineError, match="metrics"):
+                await pool.queued(0)
+            with pytest.raises(EngineError, match="not ready after"):
+                await pool.wait_healthy(0.1)
+
+    asyncio.run(scenario())
+
+
+def test_requests_go_to_the_least_busy_replica():
+    async def scenario():
+        async with pool_of(3) as (pool, engines):
+            for engine in engines:
+                engine.go.clear()
+            jobs = [asyncio.create_task(generate(pool, f"r{i}")) for i in range(7)]
+            while sum(len(e.held) for e in engines) < 7:
+                await asyncio.sleep(0.01)
+            assert sorted(pool.in_flight) == sorted(len(e.held) for e in engines) == [2, 2, 3]
+            for engine in engines:
+                engine.go.set()
+            await asyncio.gather(*jobs)
+            assert pool.in_flight == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_a_weight_update_goes_to_all_replicas_in_order():
+    async def scenario():
+        async with pool_of(2) as (pool, engines):
+            await pool.update_weights(4, {"type": "filesystem"})
+            return [engine.log for engine in engines]
+
+    order = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
+    assert asyncio.run(scenario()) == [order, order]
+
+
+# --- the barrier ------------------------------------------------------------------------------------------------------
+
+
+async def converse(lockstep, pool, name, turns, delay_s=0.0):
+    """A rollout of so many turns, as the runner does it."""
+    try:
+        for turn in range(turns):
+            await asyncio.sleep(delay_s)
+            request_id = f"{name}-{turn}"
+            await lockstep.request(request_id, lambda replica, r=request_id: generate(pool, r, replica))
+    finally:
+        lockstep.leave()
+
+
+def start(lockstep, pool, name, turns, delay_s=0.0):
+    lockstep.enter()
+    return asyncio.create_task(converse(lockstep, pool, name, turns, delay_s))
+
+
+def admitted(engine):
+    return [entry for entry in engine.log if isinstance(entry, list)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_requests_are_sent_in_the_same_sets_whatever_the_timing(replicas):
+    async def scenario(delays):
+        async with pool_of(replicas) as (pool, engines):
+            lockstep = Lockstep(pool)
+            jobs = [start(lockstep, pool, n, t, d) for (n, t), d in zip([("a", 3), ("b", 1), ("c", 2)], delays, strict=True)]
+            await asyncio.wait_for(asyncio.gather(*jobs), 10)
+            assert lockstep.live == 0
+            assert all(engine.go.is_set() for engine in engines)
+            return [admitted(engine) for engine in engines]
+
+    sets = asyncio.run(scenario([0.0, 0.05, 0.1]))
+    assert sets == asyncio.run(scenario([0.08, 0.0, 0.02]))
+    if replicas == 1:
+        assert sets == [[["a-0", "b-0", "c-0"], ["a-1", "c-1"], ["a-2"]]]
+    else:
+        assert sets == [[["a-0", "c-0"], ["a-1"], ["a-2"]], [["b-0"], ["c-1"]]]
+
+
+def test_nothing_is_sent_before_all_wait():
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            lockstep = Lockstep(pool)
+            lockstep.enter()  # somebody who is not yet asking
+            job = start(lockstep, pool, "a", 1)
+            await asyncio.sleep(0.1)
+            assert engine.log == []
+            lockstep.leave()
+            await asyncio.wait_for(job, 5)
+            assert engine.log == ["pause", "resume", ["a-0"]]
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_request_fails_alone():
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            engine.refuse = {"b-0"}
+            lockstep = Lockstep(pool)
+            jobs = [start(lockstep, pool, name, 2) for name in "abc"]
+            results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+            assert [type(r) for r in results] == [type(None), EngineError, type(None)]
+            assert admitted(engine) == [["a-0", "c-0"], ["a-1", "c-1"]]
+
+    asyncio.run(scenario())
+
+
+def test_a_rollout_cancelled_while_it_waits_holds_nobody_up():
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            lockstep = Lockstep(pool)
+            doomed = start(lockstep, pool, "a", 1)
+            slow = start(lockstep, pool, "b", 2, 0.1)
+            await asyncio.sleep(0.02)
+            doomed.cancel()
+            await asyncio.wait_for(slow, 5)
+            assert admitted(engine) == [["b-0"], ["b-1"]]
+            assert lockstep.live == 0
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_come_while_a_set_runs_are_sent_even_if_that_set_dies():
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            lockstep = Lockstep(pool)
+            hold = asyncio.Event()
+
+            async def control(route, body=None):
+                await hold.wait()
+
+            pool.everywhere = control
+            first = start(lockstep, pool, "a", 1)
+            await asyncio.sleep(0.02)
+            first.cancel()
+            second = start(lockstep, pool, "b", 1)
+            await asyncio.sleep(0.02)
+            hold.set()
+            await asyncio.wait_for(second, 5)
+            assert engine.bodies[-1]["request_id"] == "b-0"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_goes_away_fails_all_that_wait():
+    async def scenario():
+        async with pool_of() as (pool, _):
+            pool.urls = ["http://127.0.0.1:9"]
+            lockstep = Lockstep(pool)
+            jobs = [start(lockstep, pool, name, 1) for name in "ab"]
+            results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+            assert all(isinstance(r, (EngineError, aiohttp.ClientError)) for r in results)
+            assert lockstep.live == 0
+
+    asyncio.run(scenario())
