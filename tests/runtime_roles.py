@@ -14,8 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+from runtime_tree import fill_bytes
+
 from prl.config.errors import UserError
-from prl.runtime.checkpoints import commit, staging_dir
+from prl.runtime.checkpoints import commit, raise_if_full, staging_dir
 from prl.runtime.child import ChildContext
 
 ROLES = ("inference", "orchestrator", "trainer", "sft", "env")
@@ -66,7 +68,11 @@ def work(ctx: ChildContext) -> None:
 
 
 def save(ctx: ChildContext, step: int) -> None:
-    (staging_dir(ctx.run_dir, step) / "state").write_text(f"state of step {step}")
+    try:
+        (staging_dir(ctx.run_dir, step) / "state").write_text(f"state of step {step}")
+    except OSError as error:
+        raise_if_full(error, ctx.run_dir, step)
+        raise
     commit(ctx.run_dir, step, ctx.plan.config.ckpt.keep)
 
 
@@ -104,6 +110,8 @@ def fail(ctx: ChildContext, acts: dict, step: int = 0) -> None:
         raise RuntimeError(acts["raise"])
     if "memory_error" in acts:
         raise MemoryError("no memory left")
+    if acts.get("fill_disk"):
+        fill_bytes(ctx.run_dir)
     if acts.get("hang"):
         hang_here()
     if acts.get("deaf"):  # alive, but never stops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from prl.runtime.status_file import read_status
 
@@ -23,7 +26,14 @@ SMALL = ("warm_start=none", "logging.wandb.mode=disabled", "max_steps=6")
 class Root:
     """`python runtime_roles.py` in a session of its own."""
 
-    def __init__(self, run_dir: Path, *overrides: str, config: str = "rl", script: dict | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *overrides: str,
+        config: str = "rl",
+        script: dict | None = None,
+        stdout: int = subprocess.PIPE,
+    ) -> None:
         self.run_dir, self.tag = run_dir, uuid.uuid4().hex
         environment = os.environ | {
             "ROLE_SCRIPT": json.dumps(script or {}),
@@ -37,7 +47,7 @@ class Root:
             [sys.executable, str(TESTS / "runtime_roles.py"), config, *defaults, *overrides],
             env=environment,
             cwd=run_dir.parent,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -87,6 +97,23 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def mount_small_disk(path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB and 64 inodes; skips the test where mounting is not allowed."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=64", "tmpfs", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill_bytes(disk: Path) -> Path:
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(os.urandom(4096))
+    return filler
 
 
 def read_bytes(path: Path) -> bytes:

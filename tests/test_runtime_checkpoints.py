@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runtime_tree import fill_bytes, mount_small_disk
 
 from prl.config.errors import UserError
 from prl.runtime.checkpoints import commit, discard_after, find_damage, latest_valid, staging_dir, step_dir, steps
@@ -82,24 +81,7 @@ def test_a_step_can_be_committed_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB and 64 inodes."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=64", "tmpfs", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a small file system")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-def fill_bytes(disk: Path) -> Path:
-    filler = disk / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(os.urandom(4096))
-    return filler
+    yield from mount_small_disk(tmp_path)
 
 
 def fill_inodes(disk: Path) -> None:

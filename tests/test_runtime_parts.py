@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from runtime_tree import fill_bytes, mount_small_disk
 
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, make_plan
 from prl.runtime import environment
 from prl.runtime.environment import num_threads, visible_devices
-from prl.runtime.failures import blame_rank, classify, log_tail, read_error, record_error
+from prl.runtime.failures import blame_rank, classify, error_record, log_tail, parse_error_record
 from prl.runtime.ports import lease_ports
 from prl.runtime.rundir import claim
 
@@ -45,6 +48,32 @@ def test_the_same_point_takes_over_with_its_run_id(tmp_path: Path) -> None:
     assert first.run_id == again.run_id
     assert first.run_id.startswith(plan.point_id)
     again.release()
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(f"output_dir={tmp_path / 'run'}")
+    first = claim(plan)
+    with pytest.raises(UserError, match="a run is alive in"):
+        claim(plan)
+    first.release()
+
+
+def test_another_point_is_refused(tmp_path: Path) -> None:
+    claim(plan_of(f"output_dir={tmp_path / 'run'}")).release()
+    with pytest.raises(UserError, match="belongs to a different run"):
+        claim(plan_of(f"output_dir={tmp_path / 'run'}", "seed=7"))
+
+
+def test_a_full_disk_leaves_no_directory(tmp_path: Path, small_disk: Path) -> None:
+    fill_bytes(small_disk)
+    with pytest.raises(UserError, match="cannot be made: No space left on device"):
+        claim(plan_of(f"output_dir={small_disk / 'run'}"))
+    assert not (small_disk / "run").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    yield from mount_small_disk(tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
@@ -79,6 +108,11 @@ def test_a_taken_port_is_a_user_error() -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+def recorded(error: Exception | None) -> dict[str, Any]:
+    """What the supervisor gets to know of a child's exception."""
+    return {} if error is None else parse_error_record(error_record(error))
+
+
 @pytest.mark.parametrize(
     ("role", "exit_code", "error", "tail", "oom_kills", "expected"),
     [
@@ -97,7 +131,6 @@ def test_a_taken_port_is_a_user_error() -> None:
     ],
 )
 def test_failure_classes(
-    tmp_path: Path,
     role: str,
     exit_code: int,
     error: Exception | None,
@@ -105,17 +138,12 @@ def test_failure_classes(
     oom_kills: int,
     expected: str,
 ) -> None:
-    if error is not None:
-        record_error(tmp_path, role, error)
-    assert classify(role, exit_code, read_error(tmp_path, role), tail, oom_kills) == expected
+    assert classify(role, exit_code, recorded(error), tail, oom_kills) == expected
 
 
-def test_the_cause_ranks_before_its_consequences(tmp_path: Path) -> None:
+def test_the_cause_ranks_before_its_consequences() -> None:
     def rank(exit_code: int, error: Exception | None, kind: str) -> int:
-        if error is None:
-            return blame_rank(exit_code, {}, kind)  # type: ignore[arg-type]
-        record_error(tmp_path, "x", error)
-        return blame_rank(exit_code, read_error(tmp_path, "x"), kind)  # type: ignore[arg-type]
+        return blame_rank(exit_code, recorded(error), kind)  # type: ignore[arg-type]
 
     ordered = [
         rank(-signal.SIGKILL, None, "node"),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runtime_tree import Root, read_bytes, wait_for
+from runtime_tree import Root, mount_small_disk, read_bytes, wait_for
 
 from prl.metrics.reader import read_rows
 from prl.runtime.checkpoints import steps
@@ -29,8 +33,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts roots, and ends them after the test."""
     roots: list[Root] = []
 
-    def start_root(*overrides: str, name: str = "run", config: str = "rl", script: dict | None = None) -> Root:
-        roots.append(Root(tmp_path / name, *overrides, config=config, script=script))
+    def start_root(*overrides: str, name: str = "run", **more: Any) -> Root:
+        roots.append(Root(tmp_path / name, *overrides, **more))
         return roots[-1]
 
     yield start_root
@@ -126,15 +130,6 @@ def test_two_runs_in_the_same_second_never_meet(start: Start, tmp_path: Path) ->
     assert [len(read_rows(path, "orchestrator")) for path in found] == [6, 6]
 
 
-def test_a_directory_in_use_is_refused(start: Start) -> None:
-    root = start(MANY, script=SLOW_STEPS)
-    root.await_step(1)
-    code, output = start(MANY).wait()
-    assert code == 2
-    assert "a run is alive in" in output
-    assert root.process.poll() is None
-
-
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +211,21 @@ def test_sigkill_of_the_root_leaves_nobody(start: Start) -> None:
     assert root.status()["failure"]["role"] == "root"
 
 
+def test_a_killed_reaper_is_replaced(start: Start) -> None:
+    root = start(MANY, script=SLOW_STEPS | {"inference/0": {"grandchild": True}})
+    root.await_step(1)
+    [reaper] = reapers(root)
+    os.kill(reaper, signal.SIGKILL)
+    wait_for(lambda: reapers(root) not in ([], [reaper]))
+    root.process.kill()
+    root.process.wait()
+    assert root.await_gone() < 5
+
+
+def reapers(root: Root) -> list[int]:
+    return [pid for pid in root.alive() if b"reaper.py" in read_bytes(Path(f"/proc/{pid}/cmdline"))]
+
+
 def test_after_sigkill_of_the_root_the_next_start_resumes(start: Start) -> None:
     root = start("max_steps=9", script=SLOW_STEPS)
     root.await_step(4)
@@ -292,15 +302,36 @@ def test_a_foreign_directory_is_refused_and_untouched(start: Start, tmp_path: Pa
     assert [path.name for path in root.run_dir.iterdir()] == ["thesis.tex"]
 
 
-def test_another_point_is_refused(start: Start) -> None:
-    start().wait()
-    code, output = start("seed=7").wait()
-    assert code == 2
-    assert "belongs to a different run" in output
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    yield from mount_small_disk(tmp_path)
+
+
+def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(start: Start, small_disk: Path) -> None:
+    root = start(MANY, script=SLOW_STEPS | {"orchestrator": {"fill_disk": True, "at": 4}})
+    code, output = root.wait()
+    assert code == 2, output
+    assert (
+        "The disk is full: the checkpoint of step 4 could not be written. The checkpoint of step 2 survives" in output
+    )
+    assert [path.name for path in (root.run_dir / "checkpoints").iterdir()] == ["step_2"]
+    assert root.alive() == []
+
+
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(start: Start) -> None:
+    root = start(script={"trainer/0": {"raise": "enough", "at": 6}, "orchestrator": {"step_s": 0.02}})
+    root.wait()
+    assert len(steps(root.run_dir)) == 2
+    before, newest = (root.run_dir / "checkpoints" / f"step_{step}" for step in steps(root.run_dir))
+    (newest / "state").write_text("state of step X")
+    code, output = start().wait()
+    assert code == 0, output
+    assert f"is damaged and skipped: {newest / 'state'}" in output
+    assert f"resuming from the checkpoint of step {before.name.removeprefix('step_')}" in output
 
 
 def test_an_env_is_restarted_on_the_same_port(start: Start) -> None:
-    root = start("max_steps=20", script=SLOW_STEPS | {"env/reverse_text": {"kill": "SIGKILL"}})
+    root = start("max_steps=12", script=SLOW_STEPS | {"env/reverse_text": {"kill": "SIGKILL"}})
     code, output = root.wait()
     assert code == 0, output
     assert "env/reverse_text ended (killed by SIGKILL from outside); restart 1 of 3" in output
@@ -337,6 +368,21 @@ def test_a_child_that_never_comes_up_is_found(start: Start) -> None:
 
 
 # --- people -----------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_live_on_a_terminal(start: Start, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    root = start(script=SLOW_STEPS, stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while data := os.read(ours, 65536):
+            shown += data
+    os.close(ours)
+    assert root.process.wait() == 0
+    assert shown.count(b"\x1b[2K") > 2  # lines drawn over
+    assert "6/6" in shown.decode()
+    assert "reward 0.600" in re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
 
 
 def test_status_shows_runs_and_their_failures(start: Start, tmp_path: Path) -> None:

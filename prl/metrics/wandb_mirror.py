@@ -40,6 +40,8 @@ def mirror(plan: RunPlan, run_dir: Path, run_id: str, resume_step: int, stopped:
     directory.mkdir(exist_ok=True)
     for variable, name in (("WANDB_DIR", ""), ("WANDB_CACHE_DIR", "cache"), ("WANDB_DATA_DIR", "data")):
         os.environ[variable] = str(directory / name)
+    import wandb  # reads the variables above
+
     run = start_run(plan, directory, run_id, mode)
     feed = Feed(run_dir, directory / SENT, resume_step)
     try:
@@ -49,6 +51,7 @@ def mirror(plan: RunPlan, run_dir: Path, run_id: str, resume_step: int, stopped:
         feed.forward(run)
     finally:
         run.finish()
+        wandb.teardown()
 
 
 def choose_mode(config: RunConfig, environment: Mapping[str, str]) -> Mode:

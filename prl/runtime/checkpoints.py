@@ -127,11 +127,15 @@ def prune(run_dir: Path, keep: int) -> None:
 
 def discard_after(run_dir: Path, step: int) -> None:
     """Remove unfinished checkpoints, and those of steps beyond `step`: damaged ones, when a run resumes before them."""
-    for path in checkpoints_dir(run_dir).glob(f"*{PARTIAL}"):
-        shutil.rmtree(path, ignore_errors=True)
+    discard_unfinished(run_dir)
     for later in steps(run_dir):
         if later > step:
             _remove(step_dir(run_dir, later))
+
+
+def discard_unfinished(run_dir: Path) -> None:
+    for path in checkpoints_dir(run_dir).glob(f"*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from prl.config.errors import UserError
 from prl.metrics.writer import MetricsWriter
 from prl.planning.run_plan import RolePlan, RunPlan, plan_from_json
-from prl.runtime.failures import record_error
+from prl.runtime.failures import error_record
 from prl.runtime.guards import StopFlag, die_with_parent, dump_stacks_on_signal
 from prl.runtime.heartbeat import Heart
 
@@ -37,6 +37,7 @@ class Boot:
     endpoints: dict[str, str]
     token: str
     listen_fd: int | None
+    error_fd: int  # a pipe to the supervisor: a file would not do on a full disk
     resume_step: int
     init_model_path: str | None
     wandb_run_id: str
@@ -87,11 +88,14 @@ def main() -> None:
     dump_stacks_on_signal()
     stop = StopFlag()
     stop.install()
-    code = _guarded(lambda: _run(run_dir, name, boot, stop), run_dir, name)
-    if code:  # threads of a broken role must not keep the process
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    for fd in (boot.listen_fd, boot.error_fd):  # ours, and not of the programs that a role starts
+        if fd is not None:
+            os.set_inheritable(fd, False)
+    code = _guarded(lambda: _run(run_dir, name, boot, stop), boot.error_fd)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # a role that has returned is done: threads it left must not keep the process, and tearing torch down takes 0.5 s
+    os._exit(code)
 
 
 def _run(run_dir: Path, name: str, boot: Boot, stop: StopFlag) -> None:
@@ -112,8 +116,8 @@ def load_entry(entry: str) -> Callable[[ChildContext], None]:
     return getattr(importlib.import_module(module), function)
 
 
-def _guarded(work: Callable[[], None], run_dir: Path, name: str) -> int:
-    """Run, and leave a record of the error for the supervisor. Returns the exit code."""
+def _guarded(work: Callable[[], None], error_fd: int) -> int:
+    """Run, and report an exception to the supervisor. Returns the exit code."""
     try:
         work()
     except Exception as error:
@@ -121,7 +125,7 @@ def _guarded(work: Callable[[], None], run_dir: Path, name: str) -> int:
             print(error.render(), file=sys.stderr)
         else:
             traceback.print_exc()
-        record_error(run_dir, name, error)
+        os.write(error_fd, error_record(error))
         return 2 if isinstance(error, UserError) else 1
     return 0
 

@@ -16,6 +16,8 @@ FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "co
 
 TAIL_LINES = 20
 TAIL_BYTES = 16384
+RECORD_TEXT_LENGTH = 2048  # characters of one text; five of them fit into a pipe however they are encoded
+RECORD_BYTES = 65536  # what a pipe holds, so that writing a record never blocks
 OOM_TEXTS = ("OutOfMemoryError", "out of memory", "can't allocate memory", "Cannot allocate memory")
 COLLECTIVE_TEXTS = (
     "DistBackendError",
@@ -68,28 +70,22 @@ class Failure:
         return None if self.user_error is None else UserError(**self.user_error)
 
 
-def error_path(run_dir: Path, role_name: str) -> Path:
-    return run_dir / "errors" / f"{role_name.replace('/', '.')}.json"
-
-
-def record_error(run_dir: Path, role_name: str, error: Exception) -> None:
-    """Leave the exception for the supervisor, in errors/<role>.json. On a full disk the log has to do."""
-    record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+def error_record(error: Exception) -> bytes:
+    """What a child reports about its exception, as JSON that `parse_error_record` reads. At most RECORD_BYTES."""
+    record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)[:RECORD_TEXT_LENGTH]}
     if isinstance(error, UserError):
-        record["user_error"] = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+        parts = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+        record["user_error"] = {name: text[:RECORD_TEXT_LENGTH] for name, text in parts.items()}
     if isinstance(error, OSError):
         record["errno"] = error.errno
-    path = error_path(run_dir, role_name)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record))
+    return json.dumps(record, ensure_ascii=False).encode(errors="replace")
 
 
-def read_error(run_dir: Path, role_name: str) -> dict[str, Any]:
-    """What `record_error` left, or {}."""
+def parse_error_record(data: bytes) -> dict[str, Any]:
+    """The record, or {} if the child had no chance to write one."""
     try:
-        return json.loads(error_path(run_dir, role_name).read_text())
-    except (OSError, ValueError):
+        return json.loads(data)
+    except ValueError:
         return {}
 
 
@@ -110,7 +106,7 @@ def classify(role: str, exit_code: int, error: dict[str, Any], tail: tuple[str, 
 
     Args:
         exit_code: as subprocess reports it: negative for a signal.
-        error: from `read_error`.
+        error: from `parse_error_record`.
         oom_kills: processes that the kernel killed for memory since the run started.
     """
     text = "\n".join([error.get("type", ""), error.get("message", ""), *([] if error else tail)])

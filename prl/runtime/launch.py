@@ -14,7 +14,7 @@ from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
 from prl.planning.run_plan import RunPlan, make_plan
-from prl.runtime.checkpoints import discard_after, latest_valid, steps
+from prl.runtime.checkpoints import discard_after, discard_unfinished, latest_valid, steps
 from prl.runtime.failures import Failure
 from prl.runtime.progress import Progress
 from prl.runtime.reaper import Reaper
@@ -105,6 +105,7 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
     from prl.runtime.report import print_report
 
     path = run_dir.path
+    discard_unfinished(path)
     if outcome.failure is not None:
         _tell_failure(outcome.failure)
     if outcome.state == "failed":

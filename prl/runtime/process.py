@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prl.planning.run_plan import RolePlan
 from prl.runtime.child import Boot
-from prl.runtime.failures import error_path
+from prl.runtime.failures import RECORD_BYTES, parse_error_record
 from prl.runtime.guards import STACK_DUMP_SIGNAL
 from prl.runtime.heartbeat import Pulse
 from prl.runtime.reaper import Reaper
@@ -31,16 +32,17 @@ class ChildProcess:
         self.log = log_path(run_dir, name)
         self.restarts = 0
         self.exit_code: int | None = None
+        self.error: dict[str, Any] = {}  # of `parse_error_record`, once it has failed
 
     def start(self, boot: Boot, environment: dict[str, str]) -> None:
         """Spawn `python -m prl.runtime.child` in its own session, stdout and stderr going to its log.
 
         From the main thread only: PR_SET_PDEATHSIG fires when the *thread* that forked ends (prctl(2)).
         """
-        error_path(self.run_dir, self.name).unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.pulse = Pulse(self.run_dir, self.name)
-        self.exit_code = None
+        self.exit_code, self.error = None, {}
+        self._error_pipe, error_fd = os.pipe()
         with open(self.log, "ab") as log:
             log.write(f"--- {self.name} starts {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             log.flush()
@@ -51,12 +53,13 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 start_new_session=True,
-                pass_fds=() if boot.listen_fd is None else (boot.listen_fd,),
+                pass_fds=[fd for fd in (boot.listen_fd, error_fd) if fd is not None],
             )
+        os.close(error_fd)
         self.reaper.tell(f"+{self.popen.pid}")
         assert self.popen.stdin is not None
         with contextlib.suppress(OSError):  # it is dead already, and poll() will say so
-            self.popen.stdin.write(boot.to_json().encode())
+            self.popen.stdin.write(replace(boot, error_fd=error_fd).to_json().encode())
             self.popen.stdin.close()
 
     def poll(self) -> int | None:
@@ -66,7 +69,14 @@ class ChildProcess:
             self._signal_group(signal.SIGKILL)
             self.exit_code = self.popen.wait()
             self.reaper.tell(f"-{self.popen.pid}")
+            self._read_error()
         return self.exit_code
+
+    def _read_error(self) -> None:
+        os.set_blocking(self._error_pipe, False)  # a process it left may hold the other end
+        with contextlib.suppress(BlockingIOError):
+            self.error = parse_error_record(os.read(self._error_pipe, RECORD_BYTES))
+        os.close(self._error_pipe)
 
     def _has_exited(self) -> bool:
         return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -58,6 +58,8 @@ class Progress:
         self.pending = view.poll() or self.pending
         if self.mode == "plain" and self.pending:
             self._print(view)
+        elif self.live is not None:
+            self._draw(view, "running")
         self.close()
 
     def close(self) -> None:

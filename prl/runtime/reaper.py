@@ -30,19 +30,34 @@ class Reaper:
 
     def __init__(self, marker: str, lock_fd: int) -> None:
         """`lock_fd`: the run directory's lock, which the reaper holds until the last process is gone."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), marker],
+        self.marker, self.lock_fd = marker, lock_fd
+        self.told: list[str] = []
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), self.marker],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            pass_fds=(lock_fd,),
+            pass_fds=(self.lock_fd,),
         )
 
+    def revive(self) -> None:
+        """If somebody killed it, start another one that knows as much. From the main thread only."""
+        if self.process.poll() is not None:
+            self.process = self._start()
+            for command in self.told:
+                self._write(command)
+
     def tell(self, command: str) -> None:
+        self.told.append(command)
+        self._write(command)
+
+    def _write(self, command: str) -> None:
         assert self.process.stdin is not None
-        # without a reaper the run still stops by itself; only a SIGKILL of the root would leave processes
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it is dead; revive() follows
             self.process.stdin.write(command.encode() + b"\n")
             self.process.stdin.flush()
 
@@ -85,7 +100,7 @@ class Watch:
         self.groups: set[int] = set()
         self.seen: dict[int, int] = {}  # pid -> start time, of all descendants ever surveyed
         self.status_paths: list[str] = []
-        self.shm_prefix = ""
+        self.shm_prefixes: list[str] = []
         self.orderly = False
 
     def obey(self, line: str) -> None:
@@ -96,7 +111,7 @@ class Watch:
         elif line.startswith("status "):
             self.status_paths.append(line[7:])
         elif line.startswith("shm "):
-            self.shm_prefix = line[4:]
+            self.shm_prefixes.append(line[4:])
         elif line == "done":
             self.orderly = True
 
@@ -136,7 +151,7 @@ class Watch:
 
     def clean_up(self) -> None:
         """Shared memory that nobody is left to unlink, and a status that nobody is left to write."""
-        for path in glob.glob(glob.escape(self.shm_prefix) + "*") if self.shm_prefix else ():
+        for path in (path for prefix in self.shm_prefixes for path in glob.glob(glob.escape(prefix) + "*")):
             with contextlib.suppress(OSError):
                 os.unlink(path)
         for path in () if self.orderly else self.status_paths:

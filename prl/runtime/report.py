@@ -35,6 +35,7 @@ TABLE_COLUMNS = {  # metrics key -> heading
     },
 }
 TABLE_ROWS = 10
+PLAIN_WIDTH = 160  # characters
 
 
 def print_report(plan: RunPlan, run_dir: Path) -> None:
@@ -46,7 +47,10 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
         return
     role, training, held_out, stem = CURVE[job]
     rows = merge_rows(read_rows(run_dir, "trainer/0"), read_rows(run_dir, role))
-    Console().print(_table(job, rows))
+    console = Console()
+    if not console.is_terminal:  # else it would be folded to 80 columns
+        console = Console(width=PLAIN_WIDTH)
+    console.print(_table(job, rows))
     points = [(row["step"], row[held_out]) for row in rows if is_number(row.get(held_out))]
     if points:
         (first_step, first), (last_step, last) = points[0], points[-1]
@@ -100,11 +104,18 @@ def _table(job: str, rows: list[Row]) -> Any:
     from rich.table import Table
 
     columns = {key: head for key, head in TABLE_COLUMNS[job].items() if any(is_number(row.get(key)) for row in rows)}
-    table = Table("step", *columns.values(), box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("step", *columns.values()):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in _thin(rows):
-        cells = (f"{row[key]:.4g}" if is_number(row.get(key)) else "" for key in columns)
+        cells = (_format(row[key]) if is_number(row.get(key)) else "" for key in columns)
         table.add_row(str(row["step"]), *cells)
     return table
+
+
+def _format(value: float) -> str:
+    """Four digits, and no exponent where a person would write none."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _thin(rows: list[Row]) -> list[Row]:

@@ -36,7 +36,7 @@ class RunDir:
     lock_fd: int
     created: bool
     fresh: bool  # no earlier attempt of this point
-    run_id: str  # of this directory: point id and a random part; stays the same when the run resumes
+    run_id: str = ""  # of this directory: point id and a random part; stays the same when the run resumes
 
     def release(self) -> None:
         os.close(self.lock_fd)
@@ -70,9 +70,16 @@ def claim(plan: RunPlan) -> RunDir:
         _make(path)
     lock_fd = _lock(path)
     fresh = not (path / "plan.json").exists()
+    run_dir = RunDir(path, lock_fd, created, fresh)
     if fresh:
-        _freeze(path, plan)
-    return RunDir(path, lock_fd, created, fresh, run_id=json.loads((path / "env.json").read_text())["run_id"])
+        try:
+            _freeze(path, plan)
+        except OSError as error:
+            run_dir.discard()
+            run_dir.release()
+            raise _not_writable(path, error) from error
+    run_dir.run_id = json.loads((path / "env.json").read_text())["run_id"]
+    return run_dir
 
 
 def refuse_foreign(path: Path, plan: RunPlan) -> None:
@@ -144,16 +151,23 @@ def _make(path: Path, exist_ok: bool = True) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise UserError(
-            f"the run directory {path} cannot be made: {error.strerror}",
-            where="output_dir",
-            fix="output_dir=A_WRITABLE_DIRECTORY",
-        ) from error
+        raise _not_writable(path, error) from error
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the run directory {path} cannot be made: {error.strerror}",
+        where="output_dir",
+        fix="output_dir=A_WRITABLE_DIRECTORY",
+    )
 
 
 def _lock(path: Path) -> int:
     """An exclusive lock, held by this descriptor and those who inherit it. Raises UserError if a run is alive here."""
-    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _not_writable(path, error) from error
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -170,8 +184,9 @@ def _lock(path: Path) -> int:
                     fix="stop it first, or name another output_dir",
                 ) from None
             time.sleep(0.05)
-    os.truncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk; the holder's pid is only for messages
+        os.truncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd
 
 

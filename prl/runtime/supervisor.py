@@ -22,7 +22,6 @@ from prl.runtime.failures import (
     count_oom_kills,
     describe,
     log_tail,
-    read_error,
 )
 from prl.runtime.ports import lease_ports
 from prl.runtime.process import ChildProcess
@@ -129,6 +128,7 @@ class Supervisor:
             endpoints=self.leases.endpoints,
             token=self.token,
             listen_fd=None if leased is None else leased.fileno(),
+            error_fd=-1,  # set by the child's process
             resume_step=self.resume_step,
             init_model_path=self.init_model_path,
             wandb_run_id=self.home.run_id,
@@ -153,6 +153,7 @@ class Supervisor:
                 return self._finish()
             self._tell()
             self._check_mirror()
+            self.home.reaper.revive()
             time.sleep(POLL_S)
 
     def _check_mirror(self) -> None:
@@ -188,7 +189,7 @@ class Supervisor:
         """Environments run other people's code; one that was up may die MAX_ENV_RESTARTS times in a run."""
         assert child.role is not None
         child.pulse.check()
-        is_config = "user_error" in read_error(self.run_dir, child.name)
+        is_config = "user_error" in child.error
         if child.role.role != "env" or is_config or not child.pulse.ready or self.env_restarts >= MAX_ENV_RESTARTS:
             return False
         self.env_restarts += 1
@@ -207,12 +208,12 @@ class Supervisor:
 
     def _suspicion(self, child: ChildProcess, failure: Failure) -> int:
         assert child.exit_code is not None
-        return blame_rank(child.exit_code, read_error(self.run_dir, child.name), failure.kind)
+        return blame_rank(child.exit_code, child.error, failure.kind)
 
     def _failure_of(self, child: ChildProcess) -> Failure:
         assert child.role is not None
         assert child.exit_code is not None
-        error, tail = read_error(self.run_dir, child.name), log_tail(child.log)
+        error, tail = child.error, log_tail(child.log)
         oom_kills = count_oom_kills() - self.oom_kills_before
         kind = classify(child.role.role, child.exit_code, error, tail, oom_kills)
         message = describe(child.exit_code, error, oom_kills)
@@ -299,7 +300,7 @@ class Supervisor:
         while any(child.alive for child in self._workers()):
             if self.home.signals.count > 1:
                 return None
-            if any(child.exit_code for child in self.children):
+            if any(child.exit_code for child in self.children if child.role and child.role.role != "env"):
                 return self._blame()
             if time.monotonic() > deadline:
                 limit = f"deployment.stop_timeout_s={stop_timeout_s:g}"
