@@ -94,9 +94,12 @@ class RolloutRunner:
         """Begin one rollout; its result is None if it failed (counted in `stats`). `name` orders it and seeds its
         sampling.
         """
-        if self.lockstep:
-            self.lockstep.enter()  # before anything runs, so that the barrier knows everybody who is to come
-        return asyncio.create_task(self._run(choice, split, name, sampling))
+        job = asyncio.create_task(self._run(choice, split, name, sampling))
+        lockstep = self.lockstep
+        if lockstep:
+            lockstep.enter()  # before anything runs, so that the barrier knows everybody who is to come
+            job.add_done_callback(lambda _: lockstep.leave())  # even if it is cancelled before it runs
+        return job
 
     async def _run(self, choice: TaskChoice, split: str, name: str, sampling: SamplingConfig) -> Rollout | None:
         try:
@@ -113,9 +116,6 @@ class RolloutRunner:
         except (RolloutFailed, EngineError, TimeoutError) as error:
             self._count_failure(error)
             return None
-        finally:
-            if self.lockstep:
-                self.lockstep.leave()
 
     def _count_failure(self, error: Exception) -> None:
         text = str(error) or f"no end after {self.config.env.rollout_timeout_s} s"
