@@ -90,7 +90,15 @@ def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
 
 def check_card(path: Path, card: ModelCard) -> None:
     """Raise UserError unless the checkpoint's config.json agrees with the card."""
-    config = json.loads((path / "config.json").read_text())
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"config.json of the checkpoint cannot be read: {error}",
+            where=str(path / "config.json"),
+            fix="model.path=/path/to/a/Hugging-Face/checkpoint",
+        ) from error
+    config |= config.get("rope_parameters") or {}  # where transformers 5 writes rope_theta
     wrong = [
         f"{key}: card {value}, checkpoint {config[key]}"
         for key, value in card_to_hf_config(card).items()
@@ -113,8 +121,21 @@ def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.de
     with torch.device("meta"):
         model = Qwen3Model(card)
     model = model.to(dtype).to_empty(device=device)
-    load_weights(model, read_tensors(path))
+    load_checkpoint(model, path)
     return model.requires_grad_(False).eval()
+
+
+def load_checkpoint(model: nn.Module, path: Path) -> None:
+    """`load_weights` from the files at `path`. Raises UserError when they are damaged or do not fit the model."""
+    try:
+        load_weights(model, read_tensors(path))
+    except ValueError as error:
+        raise UserError(
+            f"the checkpoint cannot be loaded: {error}",
+            where=str(path),
+            why="its files are incomplete, or are those of another model",
+            fix="fetch the checkpoint again, or correct model.path",
+        ) from error
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
@@ -145,7 +166,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
     """Copy Hugging Face tensors (or lazy slices) into the model in place, each rank only its own part.
 
-    Raises ValueError naming what is missing or unknown; parameters already copied stay copied.
+    Raises ValueError naming what is missing, unknown or of another shape; parameters already copied stay copied.
     """
     params = dict(model.named_parameters())
     missing = _expected_regions(model)
@@ -155,6 +176,9 @@ def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
             continue
         if region.param not in params:
             raise ValueError(f"checkpoint tensor {name} has no place in {type(model).__name__}")
+        shape = list(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
+        if shape != (expected := _shape_of(region, params[region.param])):
+            raise ValueError(f"checkpoint tensor {name} has shape {shape}, but {type(model).__name__} needs {expected}")
         _copy_region(params[region.param], region, tensor)
         missing.discard(region)
     if missing:
@@ -168,6 +192,12 @@ def _expected_regions(model: Qwen3Model) -> set[Region]:
     meta = ((name, torch.empty(p.shape, device="meta")) for name, p in model.named_parameters())
     regions = (locate(hf_name, model.card) for name, t in meta for hf_name, _ in to_hf(name, t, model.card))
     return {region for region in regions if region is not None}
+
+
+def _shape_of(region: Region, param: Tensor) -> list[int]:
+    """Of the checkpoint tensor that fills `region`; `param` has its whole shape, sharded or not."""
+    shape = list(param.shape)[0 if region.expert is None else 1 :]
+    return [region.rows[1] - region.rows[0], *shape[1:]] if region.rows else shape
 
 
 def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from prl.config.schema import ActivationCheckpointing, ModelCard, RunConfig
-from prl.models.checkpoint import check_card, load_weights, read_tensors
+from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.qwen3 import Qwen3Model
 from prl.trainer.world import World
 
@@ -21,7 +21,7 @@ def build_model(config: RunConfig, path: Path, world: World) -> Qwen3Model:
     """The model of `config`, sharded over the world, with the weights at `path`; every rank reads only its own part."""
     check_card(path, config.model.card)
     model = build_sharded(config.model.card, config, world)
-    load_weights(model, read_tensors(path))
+    load_checkpoint(model, path)
     return model
 
 

@@ -43,7 +43,7 @@ def make_publisher(config: WeightTransportConfig, weights_dir: Path, run_token: 
 def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Named tensors of the version that `update_info` describes.
 
-    Raises ValueError when a checksum does not match or the source is not there.
+    Raises ValueError when a checksum does not match, OSError when the source is not there.
     """
     if update_info["type"] == "filesystem":
         return _receive_files(Path(update_info["path"]), verify)
@@ -145,6 +145,7 @@ class SharedMemoryPublisher:
                 # so that a full /dev/shm is an error here, not a SIGBUS later
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
+                self.path.unlink()
                 raise UserError(
                     f"{size} bytes of shared memory for weights version {version} are not to be had: {error}",
                     where=str(self.path),
