@@ -61,17 +61,19 @@ def mask_by_role(renderer: ChatRenderer, messages: list[Message], loss_roles: tu
     sequences: list[MaskedSequence] = []
     current, text = MaskedSequence([], []), ""
     for index, message in enumerate(messages):
-        is_assistant = message["role"] == "assistant"
+        is_assistant, train_it = message["role"] == "assistant", message["role"] in loss_roles
         before = renderer.extend(text, messages[:index], add_generation_prompt=is_assistant) if index else ""
         if before is None or renderer.extend(text + before, messages[: index + 1], False) is None:
             sequences.append(current)
             current, text = MaskedSequence([], []), ""
-            before = renderer.text(messages[:index], is_assistant)
+            # a turn that is not trained needs no border: history may be rewritten because of this very turn
+            known = messages[:index] if train_it else messages[: index + 1]
+            before = renderer.text(known, add_generation_prompt=is_assistant and train_it)
         text += before
         turn = renderer.extend(text, messages[: index + 1], add_generation_prompt=False)
         if turn is None:  # a template that renders a last assistant turn unlike an earlier one
             raise ValueError("the chat template does not render a conversation as a prefix plus its last turn")
-        for piece, train in ((before, False), (turn, message["role"] in loss_roles)):
+        for piece, train in ((before, False), (turn, train_it)):
             ids = renderer.encode(piece)
             current.input_ids += ids
             current.loss_mask += [train] * len(ids)

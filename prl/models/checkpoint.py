@@ -32,7 +32,7 @@ _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM
 
 
 def resolve_model_path(config: ModelConfig, cache_dir: Path, init_model_path: str | None = None) -> Path:
-    """The directory of the initial weights: the given one, else model.path (a hub id is fetched), else made from the card.
+    """The directory of the initial weights: the given one, else model.path (from the hub), else made from the card.
 
     Raises UserError when model.path is neither a directory nor to be had from the hub.
     """
@@ -125,7 +125,7 @@ def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.de
     return model.requires_grad_(False).eval()
 
 
-def load_checkpoint(model: nn.Module, path: Path) -> None:
+def load_checkpoint(model: Qwen3Model, path: Path) -> None:
     """`load_weights` from the files at `path`. Raises UserError when they are damaged or do not fit the model."""
     try:
         load_weights(model, read_tensors(path))

@@ -1,0 +1,125 @@
+"""The byte tokenizer, and supervised masks by role."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import END, byte_tokenizer, moe_card
+
+from prl.config.schema import ModelConfig
+from prl.models.chat import ChatRenderer, mask_by_role
+from prl.models.tokenizer import SPECIAL_TOKENS, load_tokenizer
+
+
+SYSTEM, USER, ASSISTANT, TOOL = range(257, 261)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def renderer(tokenizer):
+    return ChatRenderer(tokenizer)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text().filter(lambda t: "<|" not in t))
+def test_text_is_its_utf8_bytes_and_comes_back(tokenizer, text):
+    renderer = ChatRenderer(tokenizer)
+    ids = renderer.encode(text)
+    assert ids == list(text.encode())
+    assert renderer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("text", ["naïve – 日本語 😀", "a  b .  ,c 's n't", "\t\n\r\x00\x7f", " leading", "trailing "])
+def test_text_that_other_tokenizers_clean_up(renderer, text):
+    assert renderer.decode(renderer.encode(text), skip_special_tokens=False) == text
+
+
+def test_every_byte_is_its_own_token(tokenizer):
+    assert [tokenizer.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS] == list(range(256, 262))
+    assert tokenizer.eos_token_id == END
+    assert len(tokenizer) == 262
+    assert tokenizer.encode("é", add_special_tokens=False) == [0xC3, 0xA9]
+
+
+def test_special_tokens_are_one_token_each(renderer):
+    text = "<|user|>a<|end|><|assistant|>"
+    assert renderer.encode(text) == [USER, ord("a"), END, ASSISTANT]
+    assert renderer.decode([USER, 97, END], skip_special_tokens=True) == "a"
+    assert renderer.decode([USER, 97, END], skip_special_tokens=False) == "<|user|>a<|end|>"
+
+
+def test_invalid_utf8_decodes_to_replacement_characters(renderer):
+    assert renderer.decode([0xFF, 97, 0xC3], skip_special_tokens=True) == "\ufffda\ufffd"
+
+
+def test_a_tokenizer_of_its_own_is_loaded_from_where_it_is_named(tmp_path):
+    byte_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "weights").mkdir()
+    config = ModelConfig(name="m", tokenizer=str(tmp_path / "tokenizer"), card=moe_card())
+    assert load_tokenizer(config, tmp_path / "weights").encode("a", add_special_tokens=False) == [97]
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+TALK = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": "call"},
+    {"role": "tool", "content": "t"},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+def trained_text(renderer, sequence):
+    pieces, run = [], []
+    for token, mask in zip(sequence.input_ids, sequence.loss_mask, strict=True):
+        if mask:
+            run.append(token)
+        elif run:
+            pieces, run = [*pieces, renderer.decode(run, False)], []
+    return [*pieces, renderer.decode(run, False)] if run else pieces
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (("assistant",), ["call<|end|>", "ok<|end|>"]),
+        (("user",), ["<|user|>u<|end|>"]),
+        (("assistant", "tool"), ["call<|end|><|tool|>t<|end|>", "ok<|end|>"]),
+        (("system",), ["s<|end|>"]),  # nothing precedes the first token
+    ],
+)
+def test_only_turns_of_the_chosen_roles_are_trained(renderer, roles, expected):
+    (sequence,) = mask_by_role(renderer, TALK, roles)
+    assert renderer.decode(sequence.input_ids, False) == renderer.text(TALK, False)
+    assert trained_text(renderer, sequence) == expected
+
+
+def test_nothing_to_train_gives_no_sequence(renderer):
+    assert mask_by_role(renderer, TALK[:2], ("assistant",)) == []
+
+
+def test_a_template_that_rewrites_history_gives_pieces(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}"
+        "{{ '<|assistant|>' + m['content'].split(']')[-1] + '<|end|>' }}"
+        "{% else %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "[think]one"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "[more]two"},
+    ]
+    sequences = mask_by_role(renderer, talk, ("assistant",))
+    assert [renderer.decode(s.input_ids, False) for s in sequences] == [
+        "<|user|>a<|end|><|assistant|>[think]one<|end|>",
+        "<|user|>a<|end|><|assistant|>one<|end|><|user|>b<|end|><|assistant|>[more]two<|end|>",
+    ]
+    assert [trained_text(renderer, s) for s in sequences] == [["[think]one<|end|>"], ["[more]two<|end|>"]]
