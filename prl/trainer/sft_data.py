@@ -48,7 +48,7 @@ def _read_jsonl(path: Path) -> list[list[Message]]:
             "the dataset does not exist", where=f"data.source={path}", fix="data.source=/path/to/file.jsonl"
         )
     conversations = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 is no line's end in JSON
         if not line.strip():
             continue
         try:
@@ -91,14 +91,19 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     """A row with `messages`, or with `prompt` and `completion` (strings or message lists). Raises ValueError
     otherwise.
     """
+    if not isinstance(row, dict):
+        raise ValueError(f"not an object: {str(row)[:80]}")
     if "messages" in row:
-        messages = list(row["messages"])
+        parts = [row["messages"]]
     elif "prompt" in row and "completion" in row:
-        prompt, completion = row["prompt"], row["completion"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        messages += [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+        turns = (("user", row["prompt"]), ("assistant", row["completion"]))
+        parts = [[{"role": role, "content": text}] if isinstance(text, str) else text for role, text in turns]
     else:
         raise ValueError(f"neither 'messages' nor 'prompt' and 'completion' among its keys {sorted(row)}")
+    for part in parts:
+        if not isinstance(part, list):
+            raise ValueError(f"not a list of messages: {str(part)[:80]}")
+    messages = [message for part in parts for message in part]
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
             raise ValueError(f"a message without a role or a text content: {str(message)[:80]}")
@@ -150,7 +155,14 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
     """Tokenise and mask a split. Raises UserError when nothing is left to train on."""
     documents, dropped = [], 0
     for messages in load_conversations(config.data, split):
-        for sequence in mask_by_role(renderer, messages, config.data.loss_roles):
+        try:
+            sequences = mask_by_role(renderer, messages, config.data.loss_roles)
+        except ValueError as error:
+            raise UserError(
+                str(error), where="model.tokenizer", why=f"the conversation begins {str(messages[0])[:80]}",
+                fix="another chat template (model.tokenizer), or single-turn data",
+            ) from error  # fmt: skip
+        for sequence in sequences:
             if len(sequence.input_ids) > config.seq_len:
                 dropped += 1
                 continue
