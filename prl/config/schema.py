@@ -162,7 +162,8 @@ class AlgoConfig(Group):
     length_rule: Literal["none", "dapo_overlong", "dapo_filter"] = "none"
     overlong_buffer: NonNegative = 0  # tokens before max_tokens over which the length penalty rises to 1
     filter_zero_signal: bool = True  # drop and replace groups whose advantages are all zero
-    max_replacement_ratio: NonNegativeFloat = 1.0  # per group of a batch, groups replaced for lack of signal; then they are kept
+    # per group of a batch, groups replaced for lack of signal; then they are kept
+    max_replacement_ratio: NonNegativeFloat = 1.0
     loss: Literal["masked_importance", "ppo_clip", "gspo", "cispo"] = "masked_importance"
     mask_low: PositiveFloat = 0.2
     mask_high: PositiveFloat = 0.2

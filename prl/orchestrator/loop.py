@@ -46,7 +46,9 @@ class Orchestrator:
         self.snapshots: dict[int, dict[str, Any]] = {}  # producer state after each handed-out step
         self.stop_at: int | None = None  # first step that nobody will train
         self.finished = asyncio.Event()  # the trainer said goodbye
+        self.prepared = asyncio.Event()  # neighbours are up, and everything below exists
         self.version_known = asyncio.Event()
+        self.error: Exception | None = None  # of a request handler
         self.eval_lock = asyncio.Lock()  # evaluation and weight updates exclude each other
         # step -> when the trainer took it, generation seconds until then
         self.handed: dict[int, tuple[float, float]] = {}
@@ -69,6 +71,7 @@ class Orchestrator:
             sampler = TaskSampler(counts, weights, config.seed)
             self.producer = Producer(config, self.runner, sampler, taking_turns=self.colocated)
             self._restore()
+            self.prepared.set()
             ctx.ready()
             await self._with_beats(self._work())
         finally:
@@ -104,6 +107,9 @@ class Orchestrator:
             if self.ctx.stop_requested and self.stop_at is None:
                 await self._stop_after_current()
             await asyncio.wait([task], timeout=0.2)
+            if self.error is not None:
+                task.cancel()
+                raise self.error
         task.result()
 
     async def _stop_after_current(self) -> None:
@@ -195,6 +201,7 @@ class Orchestrator:
 
     async def weights_published(self, version: int, update_info: dict[str, Any]) -> None:
         """Bring all engines to `version`; returns when every one has acknowledged."""
+        await self.prepared.wait()  # the trainer may be up first
         async with self.eval_lock:
             if self.colocated and self.version_known.is_set():
                 await self.engines.everywhere("/wake_up")
@@ -216,6 +223,9 @@ class Orchestrator:
 
     async def trainer_done(self, step: int) -> None:
         self.finished.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = self.error or error
 
     def _log_overlap(self, step: int) -> None:
         """How much of the time in which the trainer worked on `step` the engines were generating, and who waited

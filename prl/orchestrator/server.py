@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 LONG_POLL_S = 5.0
 
@@ -17,16 +20,21 @@ class TrainerService(Protocol):
     async def weights_published(self, version: int, update_info: dict[str, object]) -> None: ...
     async def trainer_checkpointed(self, step: int) -> None: ...
     async def trainer_done(self, step: int) -> None: ...
+    def fail(self, error: Exception) -> None: ...
 
 
 async def start_server(service: TrainerService, listen_socket: socket.socket, token: str) -> web.AppRunner:
     """Serve on an already bound socket; every call needs the run's token."""
 
     @web.middleware
-    async def authorize(request: web.Request, handler: object) -> web.StreamResponse:
+    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {token}":
             return web.json_response({"error": "wrong or missing token"}, status=401)
-        return await handler(request)  # type: ignore[operator]
+        try:
+            return await handler(request)
+        except Exception as error:  # ends the run with the cause, not with the trainer's "500"
+            service.fail(error)
+            return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def batch(request: web.Request) -> web.Response:
         step, data_rank = int(request.query["step"]), int(request.query["data_rank"])

@@ -38,7 +38,7 @@ class RLTrainer:
         self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
         self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
         self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
-        self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, ctx.beat)
+        self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
         self.publisher = None
         if world.is_main:
             self.publisher = make_publisher(self.config.weight_transport, ctx.run_dir / "weights", ctx.token)
@@ -144,6 +144,12 @@ class RLTrainer:
         payload = {"version": version, "update_info": update_info}
         self.client.post("/train/weights", payload, self.config.weight_transport.timeout_s)
         self.publisher.acknowledge()
+
+    def check_neighbours(self) -> None:
+        """While waiting for a batch: show life, and notice when the weights could not be delivered."""
+        self.ctx.beat()
+        if self.announced is not None and self.announced.done():
+            self.await_announced()
 
     def await_announced(self) -> None:
         if self.announced is not None:

@@ -1,0 +1,183 @@
+"""Whole runs of `python -m prl.rl`: reproducibility, staleness, overlap, faults, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from runs import SMALL, finish, kill_root, processes_of, rows, run, series, start, wait_for_step
+
+pytestmark = pytest.mark.slow
+
+SYNC = [*SMALL, "algo.max_off_policy_steps=0", "max_steps=6", "eval.interval=3", "ckpt.interval=2"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+@pytest.fixture(scope="module")
+def sync_run(tmp_path_factory, cache):
+    """A finished synchronous run, to compare others with."""
+    directory = tmp_path_factory.mktemp("sync")
+    done = run([*SYNC, cache, f"output_dir={directory}/a"], directory)
+    assert done.code == 0, done.output
+    return directory / "a"
+
+
+def test_synchronous_runs_with_the_same_seed_are_equal_bit_by_bit(sync_run, cache, tmp_path):
+    done = run([*SYNC, cache, f"output_dir={tmp_path}/b"], tmp_path)
+    assert done.code == 0, done.output
+    for role in ("orchestrator", "trainer.0"):
+        assert len(series(sync_run, role)) >= 6
+        assert series(sync_run, role) == series(tmp_path / "b", role)
+
+
+def test_another_seed_is_another_run(sync_run, cache, tmp_path):
+    done = run([*SYNC, cache, "seed=1", "max_steps=1", f"output_dir={tmp_path}/c"], tmp_path)
+    assert done.code == 0, done.output
+    assert series(tmp_path / "c", "trainer.0")[0] != series(sync_run, "trainer.0")[0]
+
+
+def test_trainer_and_engine_agree_when_versions_are_equal(sync_run):
+    for row in rows(sync_run, "trainer.0"):
+        assert 0 < row["mismatch_kl_mean"] < 1e-6
+        assert row["mismatch_kl_p999"] < 1e-6
+
+
+def test_sigkill_and_resume_continue_the_same_series(sync_run, cache, tmp_path):
+    args = [*SYNC, cache, f"output_dir={tmp_path}/d"]
+    process = start(args, tmp_path)
+    wait_for_step(process, tmp_path / "d", 5)
+    kill_root(process)
+    deadline = time.monotonic() + 5
+    while processes_of(tmp_path / "d") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(tmp_path / "d")
+    done = run(args, tmp_path)
+    assert done.code == 0, done.output
+    assert "resuming from the checkpoint of step 4" in done.output
+    for role in ("orchestrator", "trainer.0"):
+        assert series(tmp_path / "d", role) == series(sync_run, role)  # no gap, no double step
+
+
+def test_corrupt_checkpoint_is_named_and_the_one_before_is_used(sync_run, cache, tmp_path):
+    args = [*SYNC, cache, f"output_dir={tmp_path}/e"]
+    process = start(args, tmp_path)
+    wait_for_step(process, tmp_path / "e", 5)
+    kill_root(process)
+    victim = max((tmp_path / "e/checkpoints/step_4").rglob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    victim.write_bytes(data)
+    time.sleep(1)  # the old tree holds the directory's lock until its last process is gone
+    done = run(args, tmp_path)
+    assert done.code == 0, done.output
+    assert victim.name in done.output
+    assert "resuming from the checkpoint of step 2" in done.output
+    assert series(tmp_path / "e", "trainer.0") == series(sync_run, "trainer.0")
+
+
+def test_sigterm_checkpoints_and_says_so_in_the_exit_code(cache, tmp_path):
+    args = [*SMALL, cache, "max_steps=500", "eval.interval=0", "ckpt.interval=0", f"output_dir={tmp_path}/f"]
+    process = start(args, tmp_path)
+    wait_for_step(process, tmp_path / "f", 3)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, 60)
+    assert done.code == 143, done.output
+    assert json.loads((tmp_path / "f/status.json").read_text())["state"] == "stopped"
+    (checkpoint,) = (tmp_path / "f/checkpoints").glob("step_*[0-9]")
+    step = int(checkpoint.name.split("_")[1])
+    assert step == max(row["step"] for row in rows(tmp_path / "f", "trainer.0"))
+    process = start(args, tmp_path)
+    wait_for_step(process, tmp_path / "f", step + 2)
+    process.send_signal(signal.SIGINT)
+    done = finish(process, 60)
+    assert done.code == 130, done.output
+    steps = [row["step"] for row in rows(tmp_path / "f", "trainer.0")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_asynchronous_default_respects_the_staleness_bound_and_overlaps(cache, tmp_path):
+    args = [cache, "warm_start=none", "max_steps=12", "eval.interval=0", "logging.wandb.mode=disabled"]
+    done = run([*args, f"output_dir={tmp_path}/g"], tmp_path)
+    assert done.code == 0, done.output
+    steps = [row for row in rows(tmp_path / "g", "orchestrator") if "staleness_hist" in row]
+    assert len(steps) == 12
+    for row in steps:
+        assert len(row["staleness_hist"]) == 3  # lags 0, 1 and 2
+        assert row["staleness_max"] <= 2
+    assert max(row["staleness_max"] for row in steps) > 0
+    overlaps = [row["overlap"] for row in rows(tmp_path / "g", "orchestrator") if "overlap" in row]
+    print(f"share of the trainer's busy time in which engines generated: {sum(overlaps) / len(overlaps):.2f}")
+    assert sum(overlaps) / len(overlaps) > 0.3
+
+
+def test_colocated_takes_turns(cache, tmp_path):
+    args = [*SMALL, cache, "deployment=colocated", "weight_transport=shared_memory", "max_steps=4", "eval.interval=2"]
+    done = run([*args, f"output_dir={tmp_path}/h"], tmp_path)
+    assert done.code == 0, done.output
+    overlaps = [row["overlap"] for row in rows(tmp_path / "h", "orchestrator") if "overlap" in row]
+    assert len(overlaps) == 3
+    assert max(overlaps) < 0.05
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("prl-")]
+
+
+def test_several_ranks_and_engines(cache, tmp_path):
+    args = [*SMALL, cache, "deployment.num_train_gpus=2", "deployment.num_infer_gpus=2", "max_steps=3", "eval.interval=0"]
+    done = run([*args, "env=[reverse_text,countdown]", f"output_dir={tmp_path}/i"], tmp_path)
+    assert done.code == 0, done.output
+    seen = {key for row in rows(tmp_path / "i", "orchestrator") for key in row if key.startswith("reward/")}
+    assert seen == {"reward/reverse_text", "reward/countdown"}
+
+
+def test_misbehaving_rewards_cost_rollouts_not_the_run(cache, tmp_path):
+    small = [arg for arg in SMALL if not arg.startswith("env.mix")]
+    env = ["~env", "+env.mix={flaky: {id: 'flaky_env:FlakyEnv'}}", "+env.reward_timeout_s=1"]
+    args = [*small, cache, *env, "max_steps=3", "eval.interval=3", f"output_dir={tmp_path}/j"]
+    done = run(args, tmp_path)
+    assert done.code == 0, done.output
+    last = [row for row in rows(tmp_path / "j", "orchestrator") if "failed_rollouts" in row][-1]
+    assert last["failed_rollouts"] > 0
+    assert last["last_rollout_error"]
+
+
+def test_a_sweep_of_two_points_runs_both(cache, tmp_path):
+    args = [*SMALL, cache, "max_steps=2", "eval.interval=0", "sweep=pair"]
+    done = run(["-m", *args, "memory=none,tight"], tmp_path)
+    assert done.code == 0, done.output
+    points = sorted(p for p in (tmp_path / "outputs/sweeps/pair").iterdir() if p.is_dir())
+    assert [p.name.rsplit("-", 1)[0] for p in points] == ["memory-none", "memory-tight"]
+    losses = [[row["loss"] for row in rows(p, "trainer.0")] for p in points]
+    assert [len(series_) for series_ in losses] == [2, 2]
+
+
+def test_missing_dataset_is_a_user_error_without_a_run_directory(cache, tmp_path):
+    done = run([cache, "data=jsonl", "sft.data.source=nowhere.jsonl"], tmp_path, "prl.sft")
+    assert done.code == 2, done.output
+    assert "nowhere.jsonl" in done.output
+    assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs").iterdir())
+
+
+def test_full_disk_while_checkpointing_keeps_the_older_checkpoint(cache, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=45m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
+    try:
+        args = [*SMALL, cache, "max_steps=40", "eval.interval=0", "ckpt.interval=2", "ckpt.keep=20"]
+        done = run([*args, f"output_dir={disk}/k"], tmp_path)
+        assert done.code == 2, done.output
+        assert "disk is full" in done.output
+        assert "survives" in done.output
+        complete = sorted((disk / "k/checkpoints").glob("step_*[0-9]"))
+        assert complete
+        assert all((c / "manifest.json").exists() for c in complete)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
