@@ -71,6 +71,9 @@ class TrainerCheckpointer:
     def load(self, path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Restore the state saved under `path` (a complete checkpoint directory)."""
         state = self._state(model, optimizers)
+        saved = dcp.FileSystemReader(str(path / PART)).read_metadata().state_dict_metadata
+        if not any(name.startswith(f"{_random_key()}.") for name in saved):  # saved by fewer ranks than there are now
+            del state[_random_key()]
         dcp.load(state, checkpoint_id=str(path / PART))
         set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         _set_random_state(state.get(_random_key()))
@@ -89,7 +92,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _set_random_state(state: dict[str, Any] | None) -> None:
-    if state is None:  # saved by fewer ranks than there are now
+    if state is None:
         return
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])

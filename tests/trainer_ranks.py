@@ -1,0 +1,133 @@
+"""Small training runs for the trainer's tests: in one process, or as `python trainer_ranks.py DIR RANK SIZE`.
+
+DIR holds jobs.json (a list of `Job` fields); rank 0 writes result_<i>.pt, or error_<rank>.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tiny import VOCAB, moe_card
+
+from prl.config import compose
+from prl.config.schema import OptimConfig
+from prl.models.checkpoint import hf_tensors
+from prl.planning.run_plan import MeshPlan
+from prl.runtime.checkpoints import commit
+from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.policy import Policy, seed_everything
+from prl.trainer.world import World, build_world, sum_over_world
+from prl.transport.batch import MicroBatch
+from prl.transport.packing import Document, build_micro_batch, deal_rows, padding_micro_batch
+
+TESTS = Path(__file__).parent
+
+
+@dataclass
+class Job:
+    model_path: str
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    optim: dict[str, Any] = field(default_factory=lambda: {"type": "adamw", "lr": 0.01})
+    overrides: list[str] = field(default_factory=list)
+    steps: int = 3
+    load: str | None = None  # checkpoint directory to go on from, after `start` steps
+    start: int = 0
+    save: str | None = None  # run directory to save to at the end
+
+
+def rows_of(step: int) -> list[MicroBatch]:
+    """Three rows of documents of uneven lengths, the same on every rank: data ranks get unequal shares."""
+    rng = np.random.default_rng(step)
+    rows = []
+    for lengths in ((5, 11, 3), (14,), (7, 2)):
+        docs = []
+        for n in lengths:
+            mask = [i >= 1 for i in range(n)]
+            docs.append(Document(rng.integers(0, VOCAB, n).tolist(), mask, [0.0] * n, [0.0] * n, [-1] * n))
+        rows.append(build_micro_batch(docs))
+    return rows
+
+
+def build_policy(job: Job, world: World) -> Policy:
+    config = compose(["warm_start=none", *job.overrides])
+    config = config.model_copy(update={"model": config.model.model_copy(update={"card": moe_card()})})
+    return Policy(config, OptimConfig(**job.optim), 10, Path(job.model_path), world)
+
+
+def train_step(policy: Policy, step: int) -> tuple[float, float]:
+    """(loss over the world, gradient norm before clipping)"""
+    world, rows = policy.world, rows_of(step)
+    targets = sum(int(row.loss_mask.sum()) for row in rows)
+    loss = 0.0
+    for index in deal_rows([row.num_tokens for row in rows], world.data_ranks)[world.data_rank]:
+        micro = rows[index] if index >= 0 else padding_micro_batch(rows[0])
+        share = -policy.forward(micro).logp.sum() / targets
+        share.backward()
+        loss += share.item()
+    norm, _ = policy.optimizer_step(step)
+    return sum_over_world(torch.tensor([loss], dtype=torch.float64)).item(), norm
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Losses, norms and final weights."""
+    world = build_world(MeshPlan(dp_replicate=job.dp_replicate, dp_shard=job.dp_shard, cp=1, ep=1), torch.device("cpu"))
+    seed_everything(0, deterministic=False)
+    policy = build_policy(job, world)
+    if job.load:
+        TrainerCheckpointer(Path(job.load), asynchronous=False).load(Path(job.load), policy.model, policy.optimizers)
+    history = [train_step(policy, step) for step in range(job.start + 1, job.start + job.steps + 1)]
+    if job.save:
+        save(policy, Path(job.save), job.start + job.steps)
+    weights = {name: tensor.clone() for name, tensor in hf_tensors(policy.model)}
+    return {"history": history, "weights": weights, "random": torch.rand(3)}
+
+
+def save(policy: Policy, run_dir: Path, step: int, asynchronous: bool = False) -> None:
+    checkpointer = TrainerCheckpointer(run_dir, asynchronous)
+    checkpointer.save(step, policy.model, policy.optimizers)
+    assert checkpointer.finish(wait=True) == step
+    if policy.world.is_main:
+        commit(run_dir, step, keep=5)
+
+
+def run_ranks(directory: Path, size: int, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Run jobs one after another in a world of `size` processes."""
+    directory.mkdir(parents=True)
+    (directory / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    command = [sys.executable, __file__, str(directory)]
+    children = [subprocess.Popen([*command, str(rank), str(size)], cwd=TESTS) for rank in range(size)]
+    codes = [child.wait(timeout=200) for child in children]
+    errors = "\n".join(path.read_text() for path in sorted(directory.glob("error_*.txt")))
+    assert codes == [0] * size, errors
+    return [torch.load(directory / f"result_{i}.pt", weights_only=True) for i in range(len(jobs))]
+
+
+def main() -> None:
+    directory, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(directory / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        for index, fields in enumerate(json.loads((directory / "jobs.json").read_text())):
+            result = run_job(Job(**fields))
+            if rank == 0:
+                torch.save(result, directory / f"result_{index}.pt")
+        dist.barrier()
+    except BaseException:
+        (directory / f"error_{rank}.txt").write_text(traceback.format_exc())
+        sys.exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
