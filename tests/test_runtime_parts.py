@@ -14,12 +14,14 @@ from runtime_tree import fill_bytes, mount_small_disk
 
 from prl.config import compose
 from prl.config.errors import UserError
+from prl.metrics.writer import MetricsWriter
 from prl.planning.run_plan import RunPlan, make_plan
 from prl.runtime import environment
 from prl.runtime.environment import num_threads, visible_devices
 from prl.runtime.failures import blame_rank, classify, error_record, log_tail, parse_error_record
 from prl.runtime.ports import lease_ports
 from prl.runtime.rundir import claim
+from prl.runtime.view import RunView, clock
 
 
 def plan_of(*overrides: str, config: str = "rl") -> RunPlan:
@@ -199,3 +201,39 @@ def test_devices_are_the_visible_ones_in_order(
 def test_a_cpu_run_sees_no_gpu() -> None:
     plan = plan_of("deployment.device=cpu")
     assert {visible_devices(plan, role) for role in plan.roles} == {""}
+
+
+# --- view -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_counts_once_it_is_trained(tmp_path: Path) -> None:
+    plan = plan_of("max_steps=10")
+    orchestrator, trainer = MetricsWriter(tmp_path, "orchestrator"), MetricsWriter(tmp_path, "trainer/0")
+    view = RunView(plan, tmp_path)
+    orchestrator.log(step=1, reward=0.1)
+    orchestrator.log(step=2, reward=0.2)
+    assert not view.poll()
+    trainer.log(step=1, loss=3.0)
+    assert view.poll()
+    assert (view.step, view.numbers["reward"]) == (1, 0.1)
+    trainer.log(step=2, loss=2.0)
+    assert view.poll()
+    assert (view.step, view.numbers["reward"]) == (2, 0.2)
+
+
+def test_the_time_left_follows_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: now[0])
+    now, trainer = [1000.0], MetricsWriter(tmp_path, "trainer/0")
+    view = RunView(plan_of("max_steps=10"), tmp_path)
+    assert view.seconds_left() is None
+    for step in (1, 2, 3):
+        now[0] += 2.0
+        trainer.log(step=step)
+    view.poll()
+    assert view.seconds_left() == 14.0
+    assert ("left", "0:14") in view.cells()
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (75, "1:15"), (3700, "1:01:40")])
+def test_clock(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown

@@ -23,6 +23,7 @@ from prl.runtime.checkpoints import steps
 from prl.runtime.rundir import is_locked
 
 SLOW_STEPS = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
+WAITS = {"orchestrator": {"step_s": 5}, "trainer/0": {"step_s": 5}}
 MANY = "max_steps=1000"
 
 Start = Callable[..., Root]
@@ -277,7 +278,7 @@ def test_running_out_of_memory_is_told_apart(start: Start) -> None:
 
 
 def test_a_user_error_at_the_start_leaves_no_directory(start: Start) -> None:
-    root = start(script={"trainer/0": {"user_error": "the data set is not there"}})
+    root = start(script=WAITS | {"trainer/0": {"user_error": "the data set is not there"}})
     code, output = root.wait()
     assert code == 2
     assert "the data set is not there\n  where: somewhere\n  do:    something" in output
@@ -287,7 +288,7 @@ def test_a_user_error_at_the_start_leaves_no_directory(start: Start) -> None:
 
 def test_a_user_error_in_an_existing_empty_directory_leaves_it_empty(start: Start, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    root = start(script={"env/reverse_text": {"user_error": "no such data"}})
+    root = start(script=WAITS | {"env/reverse_text": {"user_error": "no such data"}})
     assert root.wait()[0] == 2
     assert list(root.run_dir.iterdir()) == []
 

@@ -129,4 +129,4 @@ def _tell_failure(failure: Failure) -> None:
 def _has_worked(path: Path) -> bool:
     """Whether the run got as far as a step worth keeping."""
     status = read_status(path)
-    return status.get("began", False) and (status["step"] > 0 or bool(steps(path)))
+    return bool(steps(path)) or (status.get("began", False) and status["step"] > 0)

@@ -317,9 +317,18 @@ class Supervisor:
             for child in group:
                 child.terminate()
             if not self._wait(lambda group=group: not any(child.alive for child in group), timeout_s):  # type: ignore[misc]
-                for child in group:
-                    child.kill()
+                self._lose_patience([child for child in group if child.alive], timeout_s)
         self._end_mirror(MIRROR_STOP_S)
+
+    def _lose_patience(self, late: list[ChildProcess], timeout_s: float) -> None:
+        """Kill who did not stop; what they were doing is in their logs, unless the user is in a hurry."""
+        if self.home.signals.count < 2:
+            for child in late:
+                child.dump_stacks()
+            time.sleep(DUMP_WAIT_S)
+        for child in late:
+            child.kill()
+            self.home.progress.note(f"{child.name} was killed: it did not stop within {timeout_s:g} s; see {child.log}")
 
     def _end_mirror(self, timeout_s: float) -> None:
         """Last, so that it has seen every row."""

@@ -29,33 +29,42 @@ SHOWN = {  # job -> metrics key -> (label, format)
 
 @dataclass
 class RunView:
-    """Newest step and numbers of one job. `poll` reads what has been appended since."""
+    """Newest optimizer step of one job and its numbers. `poll` reads what has been appended since.
+
+    The orchestrator reports a batch when it is complete, which is before it is trained; its numbers wait until then.
+    """
 
     plan: RunPlan
     run_dir: Path
     step: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
+    ahead: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers of batches that are not trained yet
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
 
     def __post_init__(self) -> None:
-        source = "orchestrator" if self.plan.config.job == "rl" else "trainer/0"
-        self.tail = Tail(metrics_path(self.run_dir, source))
+        self.trainer = Tail(metrics_path(self.run_dir, "trainer/0"))
+        self.orchestrator = Tail(metrics_path(self.run_dir, "orchestrator"))
         self.max_steps = self.plan.config.max_steps
 
     def poll(self) -> bool:
         """Whether a new step has ended."""
         before = self.step
-        for row in self.tail.poll():
-            self._take(row)
+        if self.plan.config.job == "rl":
+            for row in self.orchestrator.poll():
+                self.ahead.setdefault(row.get("step", 0), {}).update(self._shown(row))
+        for row in self.trainer.poll():
+            if self.plan.config.job == "sft":
+                self.numbers |= self._shown(row)
+            if row.get("step", 0) > self.step:
+                self.step = row["step"]
+                self.recent.append((row["time"], self.step))
+        for step in sorted(step for step in self.ahead if step <= self.step):
+            self.numbers |= self.ahead.pop(step)
         return self.step > before
 
-    def _take(self, row: Row) -> None:
-        for key in SHOWN.get(self.plan.config.job, {}):
-            if isinstance(row.get(key), int | float):
-                self.numbers[key] = row[key]
-        if row.get("step", 0) > self.step:
-            self.step = row["step"]
-            self.recent.append((row["time"], self.step))
+    def _shown(self, row: Row) -> dict[str, float]:
+        keys = SHOWN.get(self.plan.config.job, {})
+        return {key: row[key] for key in keys if isinstance(row.get(key), int | float)}
 
     def seconds_left(self) -> float | None:
         """At the pace of the last steps; None before there is one."""
