@@ -8,36 +8,32 @@ from typing import Any
 
 from aiohttp import web
 
-from prl.inference.generate_route import parse_sampling, usage
-from prl.inference.sequences import Request, Sequence
+from prl.inference.generate_route import usage
+from prl.inference.requests import make_request, read_object, refuse
+from prl.inference.sequences import Sequence
 from prl.inference.worker import EngineWorker
-from prl.models.chat import ChatRenderer
+from prl.models.chat import ChatRenderer, Message
 
-_SAMPLING = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos")
+_UNSUPPORTED = ("stream", "tools", "response_format", "top_logprobs", "echo", "continue_final_message", "chat_template")
+# everything else in the body is a sampling parameter
+_NOT_SAMPLING = {
+    *_UNSUPPORTED,
+    *("messages", "model", "max_completion_tokens", "logprobs", "request_id", "cache_salt", "priority", "user"),
+    *("return_token_ids", "stream_options", "tool_choice", "metadata", "store"),
+}
 
 
-def add_chat_routes(app: web.Application, worker: EngineWorker, renderer: ChatRenderer, model_name: str) -> None:
+def add_chat_routes(app: web.Application, worker: EngineWorker, model_name: str) -> None:
     async def models(http: web.Request) -> web.Response:
-        entry = {"id": model_name, "object": "model", "owned_by": "prl", "max_model_len": worker.engine.config.max_model_len}
+        length = worker.engine.config.max_model_len
+        entry = {"id": model_name, "object": "model", "owned_by": "prl", "max_model_len": length}
         return web.json_response({"object": "list", "data": [entry]})
 
     async def chat(http: web.Request) -> web.Response:
-        body = await http.json()
-        for key in ("stream", "tools", "stop", "response_format"):
-            if body.get(key):
-                raise ValueError(f"{key} is not supported by the built-in engine; use inference=vllm")
-        prompt_ids = renderer.encode(renderer.text(body["messages"], add_generation_prompt=True))
-        room = worker.engine.config.max_model_len - len(prompt_ids)
-        sampling = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
-        sampling["max_tokens"] = body.get("max_completion_tokens") or body.get("max_tokens") or max(room, 1)
-        sampling["logprobs"] = 0 if body.get("logprobs") else None
-        request = Request(
-            request_id=str(body.get("request_id") or f"chatcmpl-{uuid.uuid4().hex}"),
-            prompt_ids=prompt_ids,
-            params=parse_sampling(sampling),
-            cache_salt=str(body.get("cache_salt") or ""),
-            priority=int(body.get("priority") or 0),
-        )
+        body, renderer = await read_object(http), worker.renderer
+        prompt_ids = renderer.encode(renderer.text(parse_messages(body), add_generation_prompt=True))
+        body["request_id"] = body.get("request_id") or f"chatcmpl-{uuid.uuid4().hex}"
+        request = make_request(body, prompt_ids, chat_sampling(body), model_name, worker.engine.config.max_model_len)
         sequences = await worker.generate(request)
         with_ids = bool(body.get("return_token_ids"))
         reply: dict[str, Any] = {
@@ -54,6 +50,36 @@ def add_chat_routes(app: web.Application, worker: EngineWorker, renderer: ChatRe
 
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
+
+
+def parse_messages(body: dict[str, Any]) -> list[Message]:
+    """OpenAI's messages, contents made of text parts joined. Raises ValueError."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list with at least one message")
+    parsed = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError("a message must be an object with a role")
+        content = message.get("content")
+        if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+            content = "".join(str(part.get("text", "")) for part in content)
+        if not isinstance(content, str):
+            raise ValueError("a message's content must be a string or a list of text parts")
+        parsed.append({**message, "content": content})
+    return parsed
+
+
+def chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a chat request under their names in sampling_params. Raises ValueError."""
+    if body.get("response_format") == {"type": "text"}:
+        body = {**body, "response_format": None}
+    refuse(body, _UNSUPPORTED)
+    sampling = {key: value for key, value in body.items() if key not in _NOT_SAMPLING}
+    if body.get("max_completion_tokens") is not None:
+        sampling["max_tokens"] = body["max_completion_tokens"]
+    sampling["logprobs"] = 0 if body.get("logprobs") else None
+    return sampling
 
 
 def _choice(sequence: Sequence, renderer: ChatRenderer, with_ids: bool) -> dict[str, Any]:

@@ -4,63 +4,34 @@ from __future__ import annotations
 
 import base64
 import io
-import uuid
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 
-from prl.inference.sampling import SamplingParams
+from prl.inference.requests import parse_generate, read_object
 from prl.inference.sequences import Request, Sequence
 from prl.inference.worker import EngineWorker
-
-_KNOWN = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "logprobs"}
-# accepted because they change nothing here: no text is produced
-_NEUTRAL = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind", "include_stop_str_in_output"}
 
 
 def add_generate_route(app: web.Application, worker: EngineWorker, model_name: str) -> None:
     async def generate(http: web.Request) -> web.Response:
-        body = await http.json()
-        request = parse_request(body)
+        body = await read_object(http)
+        config = worker.engine.config
+        request = parse_generate(body, model_name, config.max_model_len)
         sequences = await worker.generate(request)
-        return web.json_response(
-            {
-                "request_id": request.request_id,
-                "model": model_name,
-                "output_mode": "tokens",
-                "usage": usage(request, sequences),
-                "choices": [choice(s, worker.engine.config.return_routed_experts) for s in sequences],
-            }
-        )
+        reply: dict[str, Any] = {
+            "request_id": request.request_id,
+            "model": model_name,
+            "output_mode": "tokens",
+            "usage": usage(request, sequences),
+            "choices": [choice(s, config.return_routed_experts) for s in sequences],
+        }
+        if body.get("return_token_ids"):
+            reply["prompt_token_ids"] = request.prompt_ids
+        return web.json_response(reply)
 
     app.router.add_post("/inference/v1/generate", generate)
-
-
-def parse_request(body: dict[str, Any]) -> Request:
-    """Raises ValueError naming whatever this engine does not honour."""
-    if body.get("stream"):
-        raise ValueError("stream=true is not supported by the built-in engine; use inference=vllm")
-    token_ids = body.get("token_ids")
-    if not isinstance(token_ids, list) or not all(isinstance(t, int) for t in token_ids):
-        raise ValueError("token_ids must be a list of integers")
-    return Request(
-        request_id=str(body.get("request_id") or uuid.uuid4().hex),
-        prompt_ids=token_ids,
-        params=parse_sampling(body.get("sampling_params") or {}),
-        cache_salt=str(body.get("cache_salt") or ""),
-        priority=int(body.get("priority") or 0),
-    )
-
-
-def parse_sampling(raw: dict[str, Any]) -> SamplingParams:
-    """vLLM's sampling_params; a parameter that would be ignored is an error."""
-    stop_ids = tuple(int(t) for t in raw.get("stop_token_ids") or ())
-    given = {key: value for key, value in raw.items() if value is not None and key != "stop_token_ids"}
-    unknown = sorted(key for key, value in given.items() if key not in _KNOWN | _NEUTRAL and value not in (0, 0.0, 1.0, [], False, ""))
-    if unknown:
-        raise ValueError(f"sampling_params that the built-in engine does not have: {', '.join(unknown)}")
-    return SamplingParams(**{key: value for key, value in given.items() if key in _KNOWN}, stop_token_ids=stop_ids)
 
 
 def usage(request: Request, sequences: list[Sequence]) -> dict[str, int]:
@@ -70,7 +41,7 @@ def usage(request: Request, sequences: list[Sequence]) -> dict[str, int]:
 
 
 def choice(sequence: Sequence, with_routing: bool) -> dict[str, Any]:
-    logprobs = None
+    logprobs: dict[str, Any] | None = None
     if sequence.request.params.logprobs is not None:
         entries = zip(sequence.completion_ids, sequence.logprobs, strict=True)
         logprobs = {"content": [{"token_id": t, "logprob": p, "rank": None, "top_logprobs": []} for t, p in entries]}

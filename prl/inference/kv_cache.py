@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,26 +12,30 @@ from prl.config.schema import ModelCard
 
 BLOCK = 8  # tokens; prefixes are found in whole blocks
 
-# what a prefix is filed under: weight version and cache salt. KV of other weights or other salts is never found.
-Namespace = tuple[str, str]
+# What a prefix is filed under: a number that changes with the weights, and the cache salt. KV of other weights or other
+# salts is never found.
+Namespace = tuple[int, str]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Content:
-    """What lies in a slot that nobody runs in, or the prompt of the one who does."""
+    """The tokens whose KV lies at the start of a slot."""
 
     namespace: Namespace
     token_ids: list[int]
-    hashes: list[int] = field(default_factory=list)
+    hashes: list[int]  # of each prefix of whole blocks
 
 
 class KVCache:
-    """k and v are [L, slots, Hkv, max_len, D]."""
+    """k and v are [L, slots, Hkv, max_len, D]. A slot is empty, cached (free, with content) or in use."""
 
     def __init__(self, card: ModelCard, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = (card.num_hidden_layers, slots, card.num_key_value_heads, max_len, card.head_dim)
-        self.dtype, self.device = dtype, device
-        self.slots = slots
+        self.dtype, self.device, self.slots = dtype, device, slots
+        self.in_use: set[int] = set()
+        self.cached: dict[int, None] = {}  # least recently used first
+        self.content: dict[int, _Content] = {}
+        self.holders: dict[int, dict[int, None]] = {}  # hash of a prefix -> slots that hold it
         self.allocate()
 
     def allocate(self) -> None:
@@ -40,83 +44,86 @@ class KVCache:
         self.reset()
 
     def release(self) -> None:
-        """Give the memory back (sleep). All content is lost."""
-        self.k = self.v = torch.empty(0)
+        """Give the memory back (sleep). No slot may be in use; all content is lost."""
+        assert not self.in_use
+        self.k = self.v = torch.empty(0, device=self.device)
         self.reset()
 
     def reset(self) -> None:
-        """Forget all reusable prefixes. Slots in use must have been given back before, or stay in use."""
-        in_use = getattr(self, "in_use", set())
-        self.empty = [slot for slot in range(self.slots) if slot not in in_use]  # heap: lowest index first
-        self.in_use: set[int] = in_use
-        self.cached: dict[int, None] = {}  # free slots with content, least recently used first
-        self.content: dict[int, _Content] = {}
-        self.blocks: dict[int, int] = {}  # hash of a prefix of whole blocks -> a slot that holds it
+        """Forget all prefixes. Slots in use stay in use."""
+        self.cached.clear()
+        self.content.clear()
+        self.holders.clear()
+        self.empty = [slot for slot in range(self.slots) if slot not in self.in_use]  # a heap: lowest index first
 
     @property
     def num_free(self) -> int:
         return len(self.empty) + len(self.cached)
 
-    def bytes(self) -> int:
-        return 2 * self.k.numel() * self.k.element_size()
-
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def take(self, keep: int = -1) -> int:
-        """A free slot: an empty one of lowest index, else the least recently used cached one other than `keep` if possible."""
+        """A free slot: the lowest empty one, else the least recently used cached one, `keep` only if there is no other.
+
+        Its content is forgotten unless it is `keep`.
+        """
         if self.empty:
             slot = heapq.heappop(self.empty)
         else:
             slot = next((s for s in self.cached if s != keep), keep)
             del self.cached[slot]
+            if slot != keep:
+                self._forget(slot)
         self.in_use.add(slot)
         return slot
 
     def give_back(self, slot: int, namespace: Namespace, token_ids: list[int], cacheable: bool) -> None:
         """Free a slot whose KV covers token_ids."""
         self.in_use.discard(slot)
-        self._forget(slot)
         if cacheable and len(token_ids) >= BLOCK:
             self.file(slot, namespace, token_ids)
             self.cached[slot] = None
         else:
+            self._forget(slot)
             heapq.heappush(self.empty, slot)
 
     # --- prefixes -----------------------------------------------------------------------------------------------------
 
     def file(self, slot: int, namespace: Namespace, token_ids: list[int]) -> None:
-        """Make what a slot holds findable."""
+        """Make the tokens at the start of a slot findable, instead of what was there."""
         self._forget(slot)
         content = _Content(namespace, token_ids, _chain(namespace, token_ids))
         self.content[slot] = content
         for value in content.hashes:
-            self.blocks[value] = slot
+            self.holders.setdefault(value, {})[slot] = None
 
     def find(self, namespace: Namespace, token_ids: list[int]) -> tuple[int, int]:
         """(slot, tokens) of the longest filed prefix of token_ids, in whole blocks; (-1, 0) if there is none."""
-        for value, end in reversed(list(zip(_chain(namespace, token_ids), range(BLOCK, len(token_ids) + 1, BLOCK)))):
-            slot = self.blocks.get(value, -1)
-            if slot < 0:
-                continue
-            content = self.content[slot]
-            if content.namespace == namespace and content.token_ids[:end] == token_ids[:end]:  # no trust in hashes alone
-                return slot, end
+        hashes = _chain(namespace, token_ids)
+        for blocks in range(len(hashes), 0, -1):
+            end = blocks * BLOCK
+            for slot in self.holders.get(hashes[blocks - 1], ()):
+                content = self.content[slot]  # compared in full, for hashes may collide
+                if content.namespace == namespace and content.token_ids[:end] == token_ids[:end]:
+                    return slot, end
         return -1, 0
 
     def touch(self, slot: int) -> None:
+        """Mark a cached slot as used now."""
         if slot in self.cached:
             self.cached[slot] = self.cached.pop(slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
+        """The KV of the first tokens of one slot to another."""
         self.k[:, target, :, :tokens] = self.k[:, source, :, :tokens]
         self.v[:, target, :, :tokens] = self.v[:, source, :, :tokens]
 
     def _forget(self, slot: int) -> None:
-        self.cached.pop(slot, None)
-        if content := self.content.pop(slot, None):
-            for value in content.hashes:
-                if self.blocks.get(value) == slot:
-                    del self.blocks[value]
+        content = self.content.pop(slot, None)
+        for value in content.hashes if content else ():
+            del self.holders[value][slot]
+            if not self.holders[value]:
+                del self.holders[value]
 
     # --- attention ----------------------------------------------------------------------------------------------------
 

@@ -1,16 +1,21 @@
-"""Sampling parameters and a vectorised sampler whose draws do not depend on what else is in the batch.
+"""Sampling parameters, and a vectorised sampler whose draws do not depend on what else is in the batch.
 
-Noise is counter-based: the uniform number for (seed, position, vocabulary entry) is a hash of the three, so a request draws the same
-tokens alone or among others, and again after it was interrupted. The draw is Gumbel-max over the filtered distribution.
+Noise is counter-based: the number for (seed, position, vocabulary entry) is a hash of the three, so a request draws the
+same tokens alone or among others, and again after it was interrupted. The draw is Gumbel-max over the filtered
+distribution.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+GREEDY_BELOW = 1e-5  # temperatures under this are 0, as in vLLM
+MAX_N = 1024
 
 # odd 32-bit constants as int32: Fibonacci hashing, and MurmurHash3's finaliser
 _GOLDEN, _STEP = 0x9E3779B1 - (1 << 32), 0x27D4EB2F
@@ -19,7 +24,10 @@ _MIX1, _MIX2 = 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """vLLM's names and meanings. temperature 0 is greedy; top_k 0 or -1 is off; stop_token_ids end a completion and stay in it."""
+    """vLLM's names and meanings. temperature 0 is greedy; top_k 0 or -1 is off; a stop token stays in its completion.
+
+    Raises ValueError for values out of range.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -31,104 +39,143 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    logprobs: int | None = None  # 0: the sampled token's
 
     def __post_init__(self) -> None:
         checks = {
-            "n must be at least 1": self.n >= 1,
-            "temperature must be at least 0": self.temperature >= 0,
+            f"n must be in [1, {MAX_N}]": 1 <= self.n <= MAX_N,
+            "temperature must be a finite number of at least 0": 0 <= self.temperature < math.inf,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "top_k must be -1, 0 or positive": self.top_k >= -1,
+            "top_k must be -1, 0 or positive": -1 <= self.top_k < 1 << 31,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            "seed must fit 64 bits": self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
             "max_tokens must be at least 1": self.max_tokens >= 1,
             "min_tokens must be between 0 and max_tokens": 0 <= self.min_tokens <= self.max_tokens,
-            "logprobs must be None or 0: only the sampled token's is kept": self.logprobs in (None, 0, 1),
+            "logprobs must be 0 or absent: the built-in engine keeps the sampled token's only": self.logprobs
+            in (None, 0),
         }
-        for message, good in checks.items():
-            if not good:
-                raise ValueError(message)
+        wrong = [message for message, good in checks.items() if not good]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def filtered(self) -> bool:
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    def stop_ids(self, eos: tuple[int, ...]) -> set[int]:
+        """All tokens that end a completion."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos)}
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of a request's index-th completion, in int64."""
+    return (seed + 0x51ED27 * index + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @dataclass
 class SamplingTable:
-    """The parameters of the running rows as tensors, rebuilt only when the set of rows changes. All [B]."""
+    """The parameters of the running rows as tensors, rebuilt only when the set of rows changes. [B] unless said."""
 
-    temperature: Tensor
-    top_p: Tensor
-    top_k: Tensor
-    min_p: Tensor
+    temperature: Tensor  # [B, 1] float32; 1 for greedy rows
     seed: Tensor  # int64
-    plain: bool  # no row filters, so no sort is needed
-    greedy_rows: Tensor | None
-    banned: list[tuple[int, int, list[int]]]  # (row, tokens before which it holds, stop ids that min_tokens forbids)
+    greedy: Tensor | None  # indices of greedy rows
+    filtered: Tensor | None  # indices [F] of rows with top-k, top-p or min-p; those parameters of them:
+    top_k: Tensor  # [F, 1] int64
+    top_p: Tensor  # [F, 1] float32
+    min_p: Tensor  # [F, 1] float32
+    banned: Tensor | None  # [B, V] bool: stop tokens, forbidden before position
+    banned_until: Tensor  # int64
 
     @classmethod
-    def build(cls, params: list[SamplingParams], seeds: list[int], eos: tuple[int, ...], device: torch.device) -> SamplingTable:
-        def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+    def build(
+        cls,
+        params: Rows[SamplingParams],
+        seeds: Rows[int],
+        num_prompt: Rows[int],
+        eos: tuple[int, ...],
+        vocab: int,
+        device: torch.device,
+    ) -> SamplingTable:
+        filtered = [p for p in params if p.filtered]
 
-        greedy = [i for i, p in enumerate(params) if p.temperature == 0]
+        def indices(chosen: list[int]) -> Tensor | None:
+            return torch.tensor(chosen, device=device) if chosen else None
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        until = [prompt + p.min_tokens for p, prompt in zip(params, num_prompt, strict=True)]
         return cls(
-            temperature=column([p.temperature or 1.0 for p in params])[:, None],
-            top_p=column([p.top_p for p in params]),
-            top_k=column([p.top_k if p.top_k > 0 else 1 << 30 for p in params], torch.int64),
-            min_p=column([p.min_p for p in params]),
-            seed=column(seeds, torch.int64),  # type: ignore[arg-type]
-            plain=all(p.top_p == 1 and p.top_k <= 0 and p.min_p == 0 for p in params),
-            greedy_rows=torch.tensor(greedy, device=device) if greedy else None,
-            banned=[
-                (i, p.min_tokens, sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos)}))
-                for i, p in enumerate(params)
-                if p.min_tokens
-            ],
+            temperature=column([1.0 if p.greedy else p.temperature for p in params]),
+            seed=torch.tensor(seeds, dtype=torch.int64, device=device),
+            greedy=indices([i for i, p in enumerate(params) if p.greedy]),
+            filtered=indices([i for i, p in enumerate(params) if p.filtered]),
+            top_k=torch.tensor([p.top_k if p.top_k > 0 else vocab for p in filtered], device=device)[:, None],
+            top_p=column([p.top_p for p in filtered]),
+            min_p=column([p.min_p for p in filtered]),
+            banned=_ban_table(params, eos, vocab, device) if any(p.min_tokens for p in params) else None,
+            banned_until=torch.tensor(until, device=device),
         )
 
 
-def sample(logits: Tensor, table: SamplingTable, positions: Tensor, generated: list[int]) -> tuple[Tensor, Tensor]:
+def _ban_table(params: Rows[SamplingParams], eos: tuple[int, ...], vocab: int, device: torch.device) -> Tensor:
+    banned = torch.zeros(len(params), vocab, dtype=torch.bool)
+    for row, p in enumerate(params):
+        if p.min_tokens:
+            banned[row, sorted(p.stop_ids(eos))] = True
+    return banned.to(device)
+
+
+def sample(logits: Tensor, table: SamplingTable, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token per row. logits [B, V], positions [B] int64 (index of the token to draw in its sequence).
 
-    Returns tokens [B] int64 and their log-probabilities [B] float32, under the distribution really drawn from: after
-    temperature, then top-k, top-p and min-p, renormalised. A greedy row reports the log-probability at temperature 1 without
-    filters, because the distribution that it is drawn from is a point mass.
+    Returns tokens [B] int64 and their log-probabilities [B] float32, under the distribution really drawn from: stop
+    tokens masked while min_tokens holds, temperature, then min-p, top-k and top-p (vLLM's order), renormalised. A
+    greedy row is drawn from a point mass, whose log-probability says nothing: it reports the one at temperature 1.
     """
     logits = logits.float()
-    for row, minimum, tokens in table.banned:
-        if generated[row] < minimum:
-            logits[row, tokens] = -torch.inf
+    if table.banned is not None:
+        logits = logits.masked_fill(table.banned & (positions < table.banned_until)[:, None], -torch.inf)
     logprobs = (logits / table.temperature).log_softmax(dim=-1)
-    if not table.plain:
-        logprobs = filter_logprobs(logprobs, table)
+    if table.filtered is not None:  # other rows keep their bits, whoever shares the batch
+        logprobs[table.filtered] = filter_logprobs(logprobs[table.filtered], table.min_p, table.top_k, table.top_p)
     draws = (logprobs + gumbel_noise(table.seed, positions, logits.shape[-1])).argmax(dim=-1)
-    if table.greedy_rows is not None:
-        draws[table.greedy_rows] = logits[table.greedy_rows].argmax(dim=-1)
-        logprobs[table.greedy_rows] = logits[table.greedy_rows].log_softmax(dim=-1)
+    if table.greedy is not None:
+        draws[table.greedy] = logprobs[table.greedy].argmax(dim=-1)
     return draws, logprobs.gather(-1, draws[:, None]).squeeze(-1)
 
 
-def filter_logprobs(logprobs: Tensor, table: SamplingTable) -> Tensor:
-    """Apply top-k, top-p (nucleus, arXiv:1904.09751) and min-p (arXiv:2407.01082) row by row, then renormalise. [B, V]"""
+def filter_logprobs(logprobs: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Apply min-p (arXiv:2407.01082), top-k and top-p (nucleus, arXiv:1904.09751) row by row, then renormalise.
+
+    logprobs [F, V]; parameters [F, 1]. Each keeps a prefix of the tokens in order of probability; top-p counts the mass
+    of what the first two left. The best token always stays.
+    """
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     probs = ordered.exp()
-    ranks = torch.arange(logprobs.shape[-1], device=logprobs.device)
-    keep = ranks[None, :] < table.top_k[:, None]
+    keep = probs >= min_p * probs[:, :1]
+    keep &= torch.arange(logprobs.shape[-1], device=logprobs.device)[None, :] < top_k
     probs = probs * keep
     probs = probs / probs.sum(dim=-1, keepdim=True)
-    before = probs.cumsum(dim=-1) - probs  # probability mass of the better tokens
-    keep &= before < table.top_p[:, None]
-    keep &= probs >= table.min_p[:, None] * probs[:, :1]
+    better = probs.cumsum(dim=-1) - probs  # probability mass of the better tokens
+    keep &= (better < top_p) | (top_p >= 1)  # the sum may round to more than 1
     keep[:, 0] = True
     kept = torch.zeros_like(keep).scatter_(-1, order, keep)
     return logprobs.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise [B, vocab] float32 from 32-bit hashes of (seed, position, entry)."""
-    row = _mix((seeds * _GOLDEN + (positions + 1) * _STEP).to(torch.int32))[:, None]
-    column = _mix(torch.arange(vocab, device=seeds.device, dtype=torch.int32) * _STEP)[None, :]
-    bits = _mix(row + column)
-    uniform = bits.float().mul_(2.0**-32).add_(0.5 + 2.0**-33).clamp_(max=1 - 1e-7)  # in (0, 1)
-    # log1p keeps full precision for small numbers, and they make the large noise that decides draws
+    """Standard Gumbel noise [B, vocab] float32, finite, from 32-bit hashes of (seed, position, entry)."""
+    row = _mix((seeds * _GOLDEN).to(torch.int32) ^ (seeds >> 32).to(torch.int32))
+    row = _mix(row + ((positions + 1) * _STEP).to(torch.int32))
+    column = _mix(torch.arange(vocab, device=seeds.device, dtype=torch.int32) * _STEP)
+    bits = _mix(row[:, None] + column[None, :]) & 0x7FFFFFFF
+    # (0, 1), exact near 0: small numbers make the large noise that decides draws, and 0 itself would make it infinite
+    uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

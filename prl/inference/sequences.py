@@ -18,8 +18,8 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
-    priority: int = 0
-    arrival: int = 0  # order of arrival; ties in priority go first come, first served
+    priority: int = 0  # lower first, as in vLLM
+    arrival: int = 0  # ties in priority go first come, first served
 
 
 @dataclass(eq=False)
@@ -31,6 +31,7 @@ class Sequence:
     seed: int
     token_ids: list[int]  # prompt and completion
     slot: int = -1  # row of the KV cache; -1: not running
+    epoch: int = -1  # the engine's, when the first of its KV was computed
     computed: int = 0  # leading tokens whose KV is in the slot
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)  # weight version of each sampled token
@@ -56,16 +57,21 @@ class Sequence:
         self.versions.append(version)
 
     def check_finished(self, eos: tuple[int, ...], max_model_len: int) -> None:
+        """Set finish_reason and stop_reason as vLLM does: the token for a stop token, none for EOS."""
         params, token = self.request.params, self.token_ids[-1]
         if self.num_generated >= params.min_tokens:
-            if token in params.stop_token_ids:
-                self.finish_reason, self.stop_reason = "stop", token
-                return
             if token in eos and not params.ignore_eos:
                 self.finish_reason = "stop"
                 return
+            if token in params.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token
+                return
         if self.num_generated >= params.max_tokens or len(self.token_ids) >= max_model_len:
             self.finish_reason = "length"
+
+    def start_over(self) -> None:
+        """Forget what was computed, not what was sampled: the KV is gone."""
+        self.slot, self.computed, self.routed = -1, 0, []
 
     def version_spans(self) -> list[dict[str, Any]]:
         """Runs of equal versions over the completion's tokens, as vLLM's WeightVersionSpan."""
@@ -78,5 +84,5 @@ class Sequence:
         return spans
 
     def routed_experts(self) -> np.ndarray | None:
-        """[num_tokens - 1, L, K] uint8: the last token was never forwarded."""
+        """[num_tokens - 1, L, K] uint8: the last token was never forwarded. None before the first forward pass."""
         return np.concatenate(self.routed)[: len(self.token_ids) - 1] if self.routed else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,18 +12,35 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from prl.config.errors import UserError
+from prl.config.schema import RunConfig
 from prl.inference.chat_route import add_chat_routes
 from prl.inference.control_routes import add_control_routes
 from prl.inference.engine import TorchEngine
 from prl.inference.generate_route import add_generate_route
-from prl.inference.worker import EngineDead, EngineWorker
+from prl.inference.metrics_route import add_metrics_route
+from prl.inference.requests import ModelNotFound
+from prl.inference.weight_routes import add_weight_routes
+from prl.inference.worker import EngineUnavailable, EngineWorker
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import check_card, load_model, resolve_model_path
 from prl.models.tokenizer import load_tokenizer
 from prl.runtime.child import ChildContext
 
+log = logging.getLogger("prl.inference")
+
 OPEN_ROUTES = ("/health",)
+# a client that goes away takes its generation along; what changes the engine's state is always carried through
+GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions")
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 
 
 def main(ctx: ChildContext) -> None:
@@ -30,32 +49,39 @@ def main(ctx: ChildContext) -> None:
 
 
 async def serve(ctx: ChildContext) -> None:
-    """Load the model, serve until asked to stop."""
+    """Serve until asked to stop; /health answers 503 while the model loads. Raises what the engine died of."""
     config = ctx.plan.config
-    path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
-    check_card(path, config.model.card)
-    device = pick_device(config.deployment.device)
-    name = config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    tokenizer = load_tokenizer(config.model, path)
-    model = load_model(path, config.model.card, dtype, device)
-    eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-    worker = EngineWorker(TorchEngine(model, config.inference, eos), ctx.beat)
-    keys = {ctx.token} | ({os.environ[config.inference.api_key_var]} if config.inference.api_key_var else set())
-    app = build_app(worker, ChatRenderer(tokenizer), config.model.name, keys)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+    keys = api_keys(config.inference.api_key_var, ctx.token)
+    worker = EngineWorker(lambda: load_engine(config, ctx.init_model_path), ctx.beat)
+    app = build_app(worker, config, keys)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
     await runner.setup()
     assert ctx.listen_socket is not None
     await web.SockSite(runner, ctx.listen_socket).start()
-    ctx.ready()
+    announced = False
     try:
         while not ctx.stop_requested:
             if worker.error is not None:
-                raise EngineDead(f"the engine died: {worker.error}") from worker.error
+                raise worker.error
+            if worker.loaded and not announced:
+                ctx.ready()
+                announced = True
             await asyncio.sleep(0.05)
     finally:
         worker.stop()
         await runner.cleanup()
+
+
+def load_engine(config: RunConfig, init_model_path: str | None) -> tuple[TorchEngine, ChatRenderer]:
+    """Weights and tokenizer of the run on this process's device. Raises UserError."""
+    path = resolve_model_path(config.model, Path(config.cache_dir), init_model_path)
+    check_card(path, config.model.card)
+    name = config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    tokenizer = load_tokenizer(config.model, path)
+    model = load_model(path, config.model.card, dtype, pick_device(config.deployment.device))
+    eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    return TorchEngine(model, config.inference, eos), ChatRenderer(tokenizer)
 
 
 def pick_device(kind: str) -> torch.device:
@@ -63,30 +89,71 @@ def pick_device(kind: str) -> torch.device:
     return torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def build_app(worker: EngineWorker, renderer: ChatRenderer, model_name: str, keys: set[str]) -> web.Application:
+def api_keys(variable: str | None, token: str) -> list[bytes]:
+    """The run's token, and the key in the environment variable if one is named. Raises UserError when that is unset."""
+    keys = [token]
+    if variable is not None:
+        if not os.environ.get(variable):
+            raise UserError(
+                f"the environment variable {variable} is not set or empty",
+                where="inference.api_key_var",
+                why="it names the variable that holds the API key of the inference server",
+                fix=f"export {variable}=..., or inference.api_key_var=null",
+            )
+        keys.append(os.environ[variable])
+    assert all(keys), "an empty key would let everybody in"
+    return [key.encode() for key in keys]
+
+
+def build_app(worker: EngineWorker, config: RunConfig, keys: list[bytes]) -> web.Application:
     """All routes. Every route but /health wants `Authorization: Bearer <one of keys>`."""
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        if request.path not in OPEN_ROUTES and request.headers.get("Authorization", "").removeprefix("Bearer ") not in keys:
-            return error_response(401, "wrong or missing API key")
-        try:
-            return await handler(request)
-        except web.HTTPException:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            return error_response(400, f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
-        except EngineDead as error:
-            return error_response(500, str(error))
-
-    app = web.Application(middlewares=[guard], client_max_size=1 << 30)
-    add_generate_route(app, worker, model_name)
-    add_chat_routes(app, worker, renderer, model_name)
+    app = web.Application(middlewares=[_guard(keys, worker.settled), _report_errors], client_max_size=1 << 30)
+    add_generate_route(app, worker, config.model.name)
+    add_chat_routes(app, worker, config.model.name)
     add_control_routes(app, worker)
+    add_weight_routes(app, worker, config.weight_transport.verify_checksum)
+    add_metrics_route(app, worker, config.model.name)
     return app
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _guard(keys: list[bytes], settled: asyncio.Event) -> Middleware:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        known = [hmac.compare_digest(given.encode(errors="surrogateescape"), key) for key in keys]
+        if request.path not in OPEN_ROUTES and not (scheme.lower() == "bearer" and any(known)):
+            return error_response(401, "wrong or missing API key")
+        if request.path not in OPEN_ROUTES:  # what comes while the model loads waits for it
+            await settled.wait()
+        if request.path in GENERATING_ROUTES:
+            return await handler(request)
+        return await asyncio.shield(asyncio.ensure_future(handler(request)))
+
+    return guard
+
+
+@web.middleware
+async def _report_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors as vLLM's JSON."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_response(error.status, f"{error.reason}: {request.method} {request.path}")
+    except ModelNotFound as error:
+        return error_response(404, str(error))
+    except ValueError as error:
+        return error_response(400, str(error))
+    except EngineUnavailable as error:
+        return error_response(503, str(error))
+    except Exception as error:
+        log.exception("%s %s", request.method, request.path)
+        return error_response(500, f"{type(error).__name__}: {error}")
+
+
 def error_response(status: int, message: str) -> web.Response:
-    kinds = {400: "BadRequestError", 401: "AuthenticationError", 500: "InternalServerError"}
-    body: dict[str, Any] = {"error": {"message": message, "type": kinds[status], "code": status}}
+    kind = _ERROR_TYPES.get(status, "BadRequestError")
+    body: dict[str, Any] = {"error": {"message": message, "type": kind, "code": status}}
     return web.json_response(body, status=status)

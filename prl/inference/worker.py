@@ -1,4 +1,4 @@
-"""The engine's thread: runs steps, carries out control jobs between them, and hands results to the event loop."""
+"""The engine's thread: loads, runs steps, carries out control jobs between them, hands results to the event loop."""
 
 from __future__ import annotations
 
@@ -10,116 +10,137 @@ from typing import Any, Literal, TypeVar
 
 from prl.inference.engine import TorchEngine
 from prl.inference.sequences import Request, Sequence
+from prl.models.chat import ChatRenderer
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "wait", "keep"]
 IDLE_WAIT_S = 0.1
 
 
-class EngineDead(RuntimeError):
-    """The engine's thread ended with an exception; nothing can be served any more."""
+class EngineUnavailable(RuntimeError):
+    """The engine cannot serve this now: still loading, without weights, or dead."""
 
 
 class EngineWorker:
-    """All access to the engine goes through here; methods are called from the event loop."""
+    """All access to the engine goes through here. Methods are called from the event loop unless said otherwise.
 
-    def __init__(self, engine: TorchEngine, beat: Callable[[], None]) -> None:
-        self.engine, self.beat = engine, beat
+    `load` runs first on the engine's thread; `settled` is set when it has returned, or when the thread has died. Before
+    that, and after its death, calls raise EngineUnavailable.
+    """
+
+    def __init__(self, load: Callable[[], tuple[TorchEngine, ChatRenderer]], beat: Callable[[], None]) -> None:
+        self.load, self.beat = load, beat
         self.loop = asyncio.get_running_loop()
-        self.wake = threading.Condition()
+        self.wake = threading.Condition()  # guards jobs, stopping and error
         self.jobs: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
-        self.results: dict[Sequence, asyncio.Future[Sequence]] = {}
-        self.frozen = False  # pause mode keep: nothing moves
-        self.admitting = True  # pause mode wait: running ones finish, new ones wait outside
-        self.held: list[tuple[Request, asyncio.Future[list[Sequence]]]] = []  # arrived while paused
-        self.asleep = False
         self.stopping = False
         self.error: BaseException | None = None
+        self.settled = asyncio.Event()
+        self._loaded: tuple[TorchEngine, ChatRenderer] | None = None
+        self.results: dict[Sequence, asyncio.Future[Sequence]] = {}  # the event loop's
+        self.held: list[tuple[Request, list[Sequence]]] = []  # arrived while paused
+        self.admitting = True  # False while paused: new requests are held
+        self.frozen = False  # paused with mode keep: running ones stand still too
         self.arrivals = 0
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    # --- from the event loop ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> list[Sequence]:
-        """All n completions of a request. Raises ValueError for a bad one, EngineDead. Cancelling aborts it."""
-        sequences: list[Sequence] = []
-        try:
-            if self.paused:  # admitted on resume in order of request id: what is computed must not depend on arrival
-                released: asyncio.Future[list[Sequence]] = self.loop.create_future()
-                self.held.append((request, released))
-                sequences = await released
-            else:
-                request.arrival = self.arrivals = self.arrivals + 1
-                sequences = await self.run(lambda: self._add(request))
-            return list(await asyncio.gather(*(self.results[s] for s in sequences)))
-        except asyncio.CancelledError:
-            self.held = [(r, f) for r, f in self.held if r is not request]
-            if sequences and self.error is None:
-                await self.run(lambda: self._abort(sequences))
-            raise
-        finally:
-            for sequence in sequences:
-                self.results.pop(sequence, None)
+    @property
+    def loaded(self) -> bool:
+        return self._loaded is not None and self.error is None
 
-    async def run(self, job: Callable[[], T]) -> T:
-        """Carry out `job` on the engine's thread between two steps."""
+    @property
+    def engine(self) -> TorchEngine:
+        """Raises EngineUnavailable while loading and after death."""
+        return self._need()[0]
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Raises EngineUnavailable as `engine` does."""
+        return self._need()[1]
+
+    def _need(self) -> tuple[TorchEngine, ChatRenderer]:
         if self.error is not None:
-            raise EngineDead(f"the engine died: {self.error}") from self.error
-        future: asyncio.Future[T] = self.loop.create_future()
-        with self.wake:
-            self.jobs.append((job, future))
-            self.wake.notify()
-        return await future
+            raise EngineUnavailable(f"the engine died: {type(self.error).__name__}: {self.error}")
+        if self._loaded is None:
+            raise EngineUnavailable("the model is still loading")
+        return self._loaded
 
     @property
     def paused(self) -> bool:
-        return self.frozen or not self.admitting
+        return not self.admitting
 
     @property
     def num_waiting(self) -> int:
-        return len(self.engine.waiting) + sum(request.params.n for request, _ in self.held)
+        return len(self.engine.waiting) + sum(len(sequences) for _, sequences in self.held)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> list[Sequence]:
+        """All n completions of a request. Raises ValueError for a bad one, EngineUnavailable. Cancelling aborts it."""
+        engine = self.engine
+        sequences = engine.prepare(request)
+        if not engine.has_weights:
+            raise EngineUnavailable("there are no weights since /sleep?level=2 or a failed update: update them first")
+        futures = [self.results.setdefault(s, self.loop.create_future()) for s in sequences]
+        try:
+            if self.paused:  # admitted on resume in order of request id, so that results do not depend on arrival
+                self.held.append((request, sequences))
+            else:
+                request.arrival = self.arrivals = self.arrivals + 1
+                self._post(lambda: engine.submit(sequences))
+            return list(await asyncio.gather(*futures))
+        except asyncio.CancelledError:
+            self.held = [item for item in self.held if item[0] is not request]
+            self._post(lambda: self._abort(sequences))
+            raise
+        finally:
+            for sequence in sequences:
+                del self.results[sequence]
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        """End requests (None: all) with finish_reason "abort" and what they have so far; returns how many."""
+        chosen = [s for s in self.results if request_ids is None or s.request.request_id in request_ids]
+        held = {s for _, sequences in self.held for s in sequences}
+        self.held = [item for item in self.held if item[1][0] not in chosen]
+        for sequence in held.intersection(chosen):  # never started: an empty completion
+            sequence.finish_reason = "abort"
+        self._deliver([s for s in chosen if s in held])
+        await self.run(lambda: self._abort([s for s in chosen if s not in held]))
+        return len({s.request.request_id for s in chosen})
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Carry out `job` on the engine's thread between two steps, after all that was asked before."""
+        return await self._post(job)
 
     async def pause(self, mode: PauseMode) -> None:
-        """abort: end all requests now; wait: let them finish; keep: freeze them. New requests are held back in each case."""
-        self.admitting = False
-        if mode == "keep":
-            self.frozen = True
-            await self.run(lambda: None)  # the step under way is over
-        elif mode == "abort":
+        """abort: end all requests now; wait: let them finish; keep: freeze them. New requests are held back."""
+        self.admitting, self.frozen = False, mode == "keep"
+        if mode == "abort":
             await self.abort(None)
-        else:
-            while self.engine.busy and self.error is None:
+        elif mode == "wait":
+            while await self.run(lambda: self.engine.busy) and self.paused:
                 await asyncio.sleep(0.005)
+        else:
+            await self.run(lambda: None)  # the step under way is over
 
     async def resume(self) -> None:
+        """Go on, and admit what arrived meanwhile in order of priority and request id, all before the next step."""
         held, self.held = sorted(self.held, key=lambda item: (item[0].priority, item[0].request_id)), []
         for request, _ in held:
             request.arrival = self.arrivals = self.arrivals + 1
 
-        def add_all() -> list[list[Sequence]]:
-            added = [self._add(request) for request, _ in held]
+        def admit() -> None:
+            for _, sequences in held:
+                self.engine.submit(sequences)
             self.frozen = False
-            return added
 
         self.admitting = True
-        for (_, released), sequences in zip(held, await self.run(add_all), strict=True):
-            if not released.done():
-                released.set_result(sequences)
-
-    async def abort(self, request_ids: list[str] | None) -> int:
-        """End requests (None: all) with finish_reason "abort"; returns how many."""
-        chosen = [s for s in self.results if request_ids is None or s.request.request_id in request_ids]
-        await self.run(lambda: self._abort(chosen))
-        held = [(r, f) for r, f in self.held if request_ids is None or r.request_id in request_ids]
-        self.held = [item for item in self.held if item not in held]
-        for request, released in held:  # never started: an empty completion
-            aborted = [Sequence(request, i, 0, list(request.prompt_ids), finish_reason="abort") for i in range(request.params.n)]
-            for sequence in aborted:
-                self.results[sequence] = self.loop.create_future()
-                self.results[sequence].set_result(sequence)
-            released.set_result(aborted)
-        return len({s.request.request_id for s in chosen}) + len(held)
+        await self.run(admit)
 
     def stop(self) -> None:
         with self.wake:
@@ -127,18 +148,14 @@ class EngineWorker:
             self.wake.notify()
         self.thread.join(timeout=5)
 
-    # --- on the engine's thread ---------------------------------------------------------------------------------------
-
-    def _add(self, request: Request) -> list[Sequence]:
-        sequences = self.engine.add(request)
-        for sequence in sequences:
-            self.results[sequence] = self.loop.create_future()
-        return sequences
-
-    def _abort(self, sequences: list[Sequence]) -> None:
-        alive = [s for s in sequences if s.finish_reason is None]
-        self.engine.abort(alive)
-        self.loop.call_soon_threadsafe(self._deliver, alive)
+    def _post(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.loop.create_future()
+        with self.wake:
+            if self.error is not None:
+                raise EngineUnavailable(f"the engine died: {self.error}") from self.error
+            self.jobs.append((job, future))
+            self.wake.notify()
+        return future
 
     def _deliver(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -146,23 +163,32 @@ class EngineWorker:
             if future is not None and not future.done():
                 future.set_result(sequence)
 
+    # --- on the engine's thread ---------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         try:
+            self._loaded = self.load()
+            self.loop.call_soon_threadsafe(self.settled.set)
+            engine = self.engine
             while not self.stopping:
                 self.beat()
                 self._carry_out_jobs()
-                if self.frozen or self.asleep or not self.engine.busy or not self.engine.has_weights:
+                if self.frozen or not (engine.busy and engine.awake and engine.has_weights):
                     with self.wake:
                         if not self.jobs and not self.stopping:
                             self.wake.wait(IDLE_WAIT_S)
                     continue
-                finished = self.engine.step()
+                finished = engine.step()
                 if finished:
                     self.loop.call_soon_threadsafe(self._deliver, finished)
                 time.sleep(0)  # let the event loop have the interpreter
         except BaseException as error:
-            self.error = error
-            self.loop.call_soon_threadsafe(self._fail_all, error)
+            with self.wake:
+                self.error = error
+            self.loop.call_soon_threadsafe(self._fail_all)
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        self.loop.call_soon_threadsafe(self._deliver, self.engine.abort(sequences))
 
     def _carry_out_jobs(self) -> None:
         with self.wake:
@@ -170,16 +196,15 @@ class EngineWorker:
         for job, future in jobs:
             try:
                 result, error = job(), None
-            except Exception as caught:  # the caller's to handle: a bad request, a damaged weight file
+            except Exception as caught:  # the caller's to handle: a bad request, weights that do not fit
                 result, error = None, caught
             self.loop.call_soon_threadsafe(_settle, future, result, error)
 
-    def _fail_all(self, error: BaseException) -> None:
-        dead = EngineDead(f"the engine died: {type(error).__name__}: {error}")
-        pending = [future for _, future in self.jobs] + list(self.results.values()) + [f for _, f in self.held]
-        for future in pending:
-            if not future.done():
-                future.set_exception(dead)
+    def _fail_all(self) -> None:
+        self.settled.set()
+        dead = EngineUnavailable(f"the engine died: {type(self.error).__name__}: {self.error}")
+        for future in [*(future for _, future in self.jobs), *self.results.values()]:
+            _settle(future, None, dead)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -1,0 +1,177 @@
+"""The model over the KV cache: prefill of many prompts at once, decode of one token for all running sequences.
+
+Tokens of all sequences lie in one flat dimension [N]; only attention tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prl.inference.kv_cache import KVCache
+from prl.inference.sampling import SamplingTable
+from prl.inference.sequences import Sequence
+from prl.models.moe import RoutingRecorder
+from prl.models.qwen3 import Attend, Qwen3Model
+
+SHORTEST_CLASS = 64  # prompts up to this length are padded together
+VIEW_OVERHEAD = 1.25  # computing a few idle slots beats copying the keys and values of the busy ones
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _LengthClass:
+    """Sequences padded to one another: B sequences, T new tokens, S tokens of context at most."""
+
+    flat: Tensor  # [n] index of each of their new tokens among all new tokens
+    row: Tensor  # [n]
+    column: Tensor  # [n]
+    slots: Tensor  # [B]
+    new: int  # T
+    context: int  # S
+    mask: Tensor | None  # [B, 1, T, S] bool; None: plain causal, nothing was cached
+
+
+def _length_classes(sequences: list[Sequence], device: torch.device) -> list[_LengthClass]:
+    """Classes within which padding at most doubles new tokens and context."""
+    members: dict[tuple[int, int], list[int]] = defaultdict(list)
+    lengths = [len(s.token_ids) - s.computed for s in sequences]
+    for i, sequence in enumerate(sequences):
+        sizes = (lengths[i], len(sequence.token_ids))
+        new, context = ((max(size, SHORTEST_CLASS) - 1).bit_length() for size in sizes)
+        members[new, context].append(i)
+    starts = np.cumsum([0, *lengths])
+    return [
+        _length_class([sequences[i] for i in members[key]], starts[members[key]], device) for key in sorted(members)
+    ]
+
+
+def _length_class(sequences: list[Sequence], flat_starts: np.ndarray, device: torch.device) -> _LengthClass:
+    cached = torch.tensor([s.computed for s in sequences])
+    lengths = torch.tensor([len(s.token_ids) - s.computed for s in sequences])
+    new, context = int(lengths.max()), max(len(s.token_ids) for s in sequences)
+    row, column = torch.nonzero(torch.arange(new) < lengths[:, None], as_tuple=True)
+    mask = None
+    if cached.any():  # the query at column c of a row stands at position cached + c and sees everything up to there
+        mask = torch.arange(context) <= (cached[:, None] + torch.arange(new))[:, :, None]
+        mask = mask[:, None].to(device)
+    return _LengthClass(
+        flat=(torch.from_numpy(flat_starts)[row] + column).to(device),
+        row=row.to(device),
+        column=column.to(device),
+        slots=torch.tensor([s.slot for s in sequences], device=device),
+        new=new,
+        context=context,
+        mask=mask,
+    )
+
+
+def _prefill_attention(cache: KVCache, classes: list[_LengthClass], slots: Tensor, positions: Tensor) -> Attend:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.write(layer, slots, positions, k, v)
+        out = torch.empty_like(q)
+        for c in classes:
+            padded = q.new_zeros(len(c.slots), c.new, *q.shape[1:])
+            padded[c.row, c.column] = q[c.flat]
+            keys, values = cache.k[layer][c.slots, :, : c.context], cache.v[layer][c.slots, :, : c.context]
+            attended = F.scaled_dot_product_attention(
+                padded.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=c.mask,
+                is_causal=c.mask is None,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            out[c.flat] = attended.transpose(1, 2)[c.row, c.column]
+        return out
+
+    return attend
+
+
+def prefill(
+    model: Qwen3Model, cache: KVCache, sequences: list[Sequence], recorder: RoutingRecorder | None
+) -> tuple[Tensor, list[np.ndarray]]:
+    """Forward the uncomputed tokens of each sequence into its slot.
+
+    Returns logits [B, V] after each one's last token, and each one's routing [new tokens, L, K] (none if not recorded).
+    """
+    device = cache.device
+    lengths = [len(s.token_ids) - s.computed for s in sequences]
+    input_ids = torch.tensor([t for s in sequences for t in s.token_ids[s.computed :]], device=device)
+    positions = torch.tensor([p for s in sequences for p in range(s.computed, len(s.token_ids))], device=device)
+    slots = torch.tensor([s.slot for s, n in zip(sequences, lengths, strict=True) for _ in range(n)], device=device)
+    attend = _prefill_attention(cache, _length_classes(sequences, device), slots, positions)
+    hidden = model(input_ids, positions, attend, recorder=recorder)
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+    return model.logits(hidden[ends]), routing_pieces(recorder, lengths)
+
+
+def routing_pieces(recorder: RoutingRecorder | None, lengths: list[int]) -> list[np.ndarray]:
+    """Recorded routing, cut into one [length, L, K] uint8 array per sequence."""
+    if recorder is None or not recorder.experts:
+        return []
+    return np.split(recorder.stacked().cpu().numpy(), np.cumsum(lengths)[:-1])
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+class DecodeRows:
+    """The running sequences as tensors, rebuilt only when the set changes. B rows in order of slots."""
+
+    def __init__(self, sequences: list[Sequence], eos: tuple[int, ...], vocab: int, device: torch.device) -> None:
+        self.sequences = sorted(sequences, key=lambda s: s.slot)
+        self.slots = torch.tensor([s.slot for s in self.sequences], device=device)
+        self.positions = torch.tensor([s.computed for s in self.sequences], device=device)
+        self.last_token = torch.tensor([s.token_ids[-1] for s in self.sequences], device=device)
+        self.table = sampling_table(self.sequences, eos, vocab, device)
+        self.device = device
+        self.num_slots = self.sequences[-1].slot + 1  # slots [0, num_slots) hold all rows
+        self.dense = self.num_slots == len(self.sequences)
+        self.view = self.num_slots <= VIEW_OVERHEAD * len(self.sequences)
+
+    def forward(self, model: Qwen3Model, cache: KVCache, recorder: RoutingRecorder | None) -> Tensor:
+        """Logits [B, V] after the last token of each row; `positions` move on to the token to be drawn."""
+        hidden = model(self.last_token, self.positions, self._attention(cache), recorder=recorder)
+        self.positions += 1
+        return model.logits(hidden)
+
+    def advance(self, tokens: Tensor) -> None:
+        """tokens [B] int64 were drawn; the next forward pass takes them."""
+        self.last_token = tokens
+        for sequence in self.sequences:
+            sequence.computed += 1
+
+    def _attention(self, cache: KVCache) -> Attend:
+        context = max(s.computed for s in self.sequences) + 1  # short sequences do not pay for max_model_len
+        spread = self.view and not self.dense  # rows are laid out by slot, with holes
+        ends = self.positions
+        if spread:
+            ends = ends.new_zeros(self.num_slots).index_copy(0, self.slots, ends)
+        mask = torch.where(torch.arange(context, device=self.device) <= ends[:, None], 0.0, -torch.inf)
+        mask = mask[:, None, None, :]  # [rows, 1, 1, S]
+        chosen = slice(self.num_slots) if self.view else self.slots
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.write(layer, self.slots, self.positions, k, v)
+            if spread:
+                q = q.new_zeros(self.num_slots, *q.shape[1:]).index_copy(0, self.slots, q)
+            keys, values = cache.k[layer][chosen, :, :context], cache.v[layer][chosen, :, :context]  # [rows, Hkv, S, D]
+            grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1]) * q.shape[-1] ** -0.5  # [rows, Hkv, G, D]
+            scores = (grouped @ keys.transpose(-1, -2)).float() + mask
+            out = (scores.softmax(dim=-1).to(q.dtype) @ values).view(q.shape)
+            return out[self.slots] if spread else out
+
+        return attend
+
+
+def sampling_table(sequences: list[Sequence], eos: tuple[int, ...], vocab: int, device: torch.device) -> SamplingTable:
+    params, seeds = [s.request.params for s in sequences], [s.seed for s in sequences]
+    return SamplingTable.build(params, seeds, [s.num_prompt for s in sequences], eos, vocab, device)

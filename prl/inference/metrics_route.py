@@ -1,0 +1,44 @@
+"""GET /metrics: Prometheus text under vLLM's names, so that dashboards and the orchestrator read either engine."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from prl.inference.worker import EngineWorker
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+def add_metrics_route(app: web.Application, worker: EngineWorker, model_name: str) -> None:
+    async def metrics(http: web.Request) -> web.Response:
+        text = prometheus_text(worker, model_name)
+        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    app.router.add_get("/metrics", metrics)
+
+
+def prometheus_text(worker: EngineWorker, model_name: str) -> str:
+    """Gauges and counters of the engine in the Prometheus text format."""
+    engine, stats = worker.engine, worker.engine.stats
+    families = [
+        ("gauge", "num_requests_running", len(engine.running)),
+        ("gauge", "num_requests_waiting", worker.num_waiting),
+        ("gauge", "kv_cache_usage_perc", len(engine.running) / engine.config.max_num_seqs),
+        ("gauge", "engine_sleep_state", int(not engine.awake)),
+        ("counter", "prompt_tokens_total", stats.prompt_tokens),
+        ("counter", "generation_tokens_total", stats.generation_tokens),
+        ("counter", "prefix_cache_queries_total", stats.prefix_queries),
+        ("counter", "prefix_cache_hits_total", stats.prefix_hits),
+        ("counter", "num_preemptions_total", stats.preemptions),
+    ]
+    escaped = model_name.replace("\\", "\\\\").replace('"', '\\"')
+    labels = f'engine="0",model_name="{escaped}"'
+    lines = []
+    for kind, name, value in families:
+        lines += [f"# TYPE vllm:{name} {kind}", f"vllm:{name}{{{labels}}} {value}"]
+    lines.append("# TYPE vllm:request_success_total counter")
+    lines += [
+        f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {stats.finished[reason]}'
+        for reason in FINISH_REASONS
+    ]
+    return "\n".join(lines) + "\n"

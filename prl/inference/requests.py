@@ -1,0 +1,135 @@
+"""From the JSON of vLLM's routes to a `Request`. What the built-in engine cannot honour is an error, never ignored."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from aiohttp import web
+
+from prl.inference.sampling import SamplingParams
+from prl.inference.sequences import Request
+
+_NUMBERS = ("temperature", "top_p", "min_p")
+_INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
+# vLLM's other sampling parameters, with the values at which they change nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop": ([], ""),
+    "bad_words": ([],),
+    "logit_bias": ({},),
+}
+# how text is made of tokens: of no consequence where tokens are the answer
+_TEXT_ONLY = {
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "output_kind",
+    "include_stop_str_in_output",
+}
+_UNSUPPORTED = ("stream", "features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+
+
+class ModelNotFound(ValueError):
+    """The request names a model that is not served here."""
+
+
+async def read_object(http: web.Request) -> dict[str, Any]:
+    """The body as a JSON object; an empty body is an empty object. Raises ValueError."""
+    try:
+        body = json.loads(await http.text() or "{}")
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    return body
+
+
+def parse_generate(body: dict[str, Any], model_name: str, max_model_len: int) -> Request:
+    """The body of /inference/v1/generate. Raises ValueError."""
+    refuse(body, _UNSUPPORTED)
+    if body.get("output_mode", "tokens") != "tokens":
+        raise ValueError("output_mode must be 'tokens': the built-in engine makes no text on this route")
+    token_ids = integer_list(body.get("token_ids"), "token_ids")
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise ValueError("sampling_params must be an object")
+    return make_request(body, token_ids, sampling, model_name, max_model_len)
+
+
+def make_request(
+    body: dict[str, Any], prompt_ids: list[int], sampling: dict[str, Any], model_name: str, max_model_len: int
+) -> Request:
+    """What all generating routes share. Without max_tokens a completion may fill the context. Raises ValueError."""
+    if body.get("model") not in (None, model_name):
+        raise ModelNotFound(f"the model {body['model']!r} does not exist; this is {model_name!r}")
+    salt, request_id = body.get("cache_salt"), body.get("request_id")
+    for key, value in (("cache_salt", salt), ("request_id", request_id)):
+        if value is not None and not (isinstance(value, str) and value):
+            raise ValueError(f"{key} must be a string that is not empty")
+    sampling = {"max_tokens": max(max_model_len - len(prompt_ids), 1), **_present(sampling)}
+    return Request(
+        request_id=request_id or uuid.uuid4().hex,
+        prompt_ids=prompt_ids,
+        params=parse_sampling(sampling),
+        cache_salt=salt or "",
+        priority=_integer(body.get("priority") or 0, "priority"),
+    )
+
+
+def parse_sampling(raw: dict[str, Any]) -> SamplingParams:
+    """vLLM's sampling_params. Raises ValueError naming everything that this engine does not have."""
+    values: dict[str, Any] = {}
+    foreign = []
+    for key, value in _present(raw).items():
+        if key in _NUMBERS:
+            values[key] = _number(value, key)
+        elif key in _INTEGERS:
+            values[key] = _integer(value, key)
+        elif key == "stop_token_ids":
+            values[key] = tuple(integer_list(value, key))
+        elif key == "ignore_eos":
+            values[key] = _boolean(value, key)
+        elif key not in _TEXT_ONLY and value not in _NEUTRAL.get(key, ()):
+            foreign.append(f"{key}={value!r}")
+    if foreign:
+        raise ValueError(f"the built-in engine does not have {', '.join(sorted(foreign))}; use inference=vllm")
+    return SamplingParams(**values)
+
+
+def refuse(body: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raise ValueError for any of the keys that asks for something."""
+    asked = [key for key in keys if body.get(key)]
+    if asked:
+        raise ValueError(f"the built-in engine does not have {', '.join(asked)}; use inference=vllm")
+
+
+def integer_list(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):  # bool is an int, too
+        raise ValueError(f"{name} must be a list of integers")
+    return value
+
+
+def _present(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _number(value: Any, name: str) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    return float(value)
+
+
+def _integer(value: Any, name: str) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    return value
+
+
+def _boolean(value: Any, name: str) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be true or false, not {value!r}")
+    return value

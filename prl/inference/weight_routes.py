@@ -1,0 +1,84 @@
+"""New weights over vLLM's routes, swapped in between two steps while requests go on.
+
+    /init_weight_transfer_engine once; for each version
+    /start_weight_update, /update_weights (once or more), /finish_weight_update
+
+Tensors are fetched and verified off the engine's thread, and take effect all at once with their version's name at
+/finish_weight_update: every token is sampled under exactly one version and says which, paused or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from torch import Tensor
+
+from prl.inference.requests import read_object
+from prl.inference.worker import EngineWorker
+from prl.transport.weights import receive
+
+BACKENDS = ("filesystem", "shared_memory")
+
+
+@dataclass
+class WeightUpdate:
+    """The update under way, if any."""
+
+    staged: list[tuple[str, Tensor]] | None = None
+
+    def get(self, route: str) -> list[tuple[str, Tensor]]:
+        if self.staged is None:
+            raise ValueError(f"{route} before /start_weight_update")
+        return self.staged
+
+
+def add_weight_routes(app: web.Application, worker: EngineWorker, verify_checksum: bool) -> None:
+    update = WeightUpdate()
+
+    async def init(http: web.Request) -> web.Response:
+        info = _object(await read_object(http), "init_info")
+        if info.get("backend", BACKENDS[0]) not in BACKENDS:
+            raise ValueError(f"init_info.backend must be {' or '.join(BACKENDS)}, not {info['backend']!r}")
+        return web.json_response({"message": "Weight transfer initialized"})
+
+    async def start(http: web.Request) -> web.Response:
+        update.staged = []
+        return web.json_response({"message": "Weight update started"})
+
+    async def receive_weights(http: web.Request) -> web.Response:
+        staged = update.get("/update_weights")
+        info = _object(await read_object(http), "update_info")
+        try:
+            staged += await asyncio.to_thread(lambda: list(receive(info, verify_checksum)))
+        except (OSError, KeyError) as error:
+            raise ValueError(f"the weights cannot be fetched: {type(error).__name__}: {error}") from error
+        return web.json_response({"message": "Weights updated"})
+
+    async def finish(http: web.Request) -> web.Response:
+        version = (await read_object(http)).get("weight_version")
+        if version is not None and not isinstance(version, str):
+            raise ValueError("weight_version must be a string")
+        staged, update.staged = update.get("/finish_weight_update"), None
+        if not staged:
+            raise ValueError("/finish_weight_update before any /update_weights")
+        await worker.run(lambda: worker.engine.load(staged, version))
+        return web.json_response({"message": "Weight update finished"})
+
+    async def weight_info(http: web.Request) -> web.Response:
+        return web.json_response({"weight_version": worker.engine.version})
+
+    app.router.add_post("/init_weight_transfer_engine", init)
+    app.router.add_post("/start_weight_update", start)
+    app.router.add_post("/update_weights", receive_weights)
+    app.router.add_post("/finish_weight_update", finish)
+    app.router.add_get("/weight_info", weight_info)
+
+
+def _object(body: dict[str, Any], key: str) -> dict[str, Any]:
+    value = body.get(key)
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} must be an object")
+    return value
