@@ -42,8 +42,11 @@ def together(model_path, tmp_path_factory):
     for optimizer, _ in keys[::2]:
         checkpoint = str(tmp / f"{optimizer}-dp_shard=2" / "checkpoints" / "step_3")
         jobs.append(Job(model_path, dp_shard=2, optim=OPTIMIZERS[optimizer], load=checkpoint, start=3, steps=2))
+    recompute = ["memory_recipe.ac.mode=full", "memory_recipe.fused_lm_head_token_chunk_size=4"]
+    jobs.append(Job(model_path, dp_shard=2, optim=OPTIMIZERS["adamw"], overrides=recompute))
     results = run_ranks(tmp / "jobs", 2, jobs)
-    return tmp, dict(zip([*keys, *((o, "resumed") for o, _ in keys[::2])], results, strict=True))
+    names = [*keys, *((o, "resumed") for o, _ in keys[::2]), ("adamw", "recomputed")]
+    return tmp, dict(zip(names, results, strict=True))
 
 
 def assert_same(one, other, optimizer):
@@ -67,6 +70,10 @@ def test_two_processes_train_as_one(alone, together, model_path, optimizer, mesh
     single = run_job(Job(model_path, optim=OPTIMIZERS[optimizer]))
     assert single["history"][2][0] < single["history"][0][0] + 0.5
     assert_same(single, together[1][optimizer, mesh], optimizer)
+
+
+def test_recomputation_changes_nothing_in_two_processes(together):
+    assert_same(together[1]["adamw", "dp_shard=2"], together[1]["adamw", "recomputed"], "adamw")
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import random
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from prl.config.errors import UserError
-from prl.runtime.checkpoints import staging_dir
+from prl.runtime.checkpoints import full_disk_error, staging_dir
 
 PART = "trainer"
 
@@ -47,7 +47,7 @@ class TrainerCheckpointer:
             self.pending = (step, future)
             try:
                 future.set_result(dcp.save(state, checkpoint_id=str(target)))
-            except Exception as error:  # delivered by finish(), as for the asynchronous save
+            except (Exception, dcp.api.CheckpointException) as error:  # delivered by finish(), as if asynchronous
                 future.set_exception(error)
 
     def finish(self, wait: bool = True) -> int | None:
@@ -61,9 +61,10 @@ class TrainerCheckpointer:
         self.pending = None
         try:
             future.result()
-        except BaseException as error:  # DCP wraps rank failures in CheckpointException, a BaseException
+        except (Exception, dcp.api.CheckpointException) as error:  # DCP's own is a BaseException
             if no_space(error):
-                raise disk_full(self.run_dir, step) from error
+                shutil.rmtree(staging_dir(self.run_dir, step), ignore_errors=True)
+                raise full_disk_error(self.run_dir, step) from error
             raise
         self.saved_step = step
         return step
@@ -114,16 +115,3 @@ def no_space(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def disk_full(run_dir: Path, step: int) -> UserError:
-    older = sorted(int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*[0-9]"))
-    survives = (
-        f"the checkpoint of step {older[-1]} is complete and survives" if older else "there was no older checkpoint"
-    )
-    return UserError(
-        f"the disk is full: the checkpoint of step {step} could not be written ({survives})",
-        where=str(run_dir / "checkpoints"),
-        why="no space left on the device, or the quota is used up",
-        fix=f"free space, then start the same command with output_dir={run_dir} to resume",
-    )

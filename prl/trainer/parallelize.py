@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from prl.config.schema import ActivationCheckpointing, ModelCard, RunConfig
@@ -38,7 +38,7 @@ def apply_checkpointing(model: Qwen3Model, ac: ActivationCheckpointing) -> None:
     if ac.mode == "none":
         return
     for index in range(0, len(model.layers), ac.freq):
-        model.layers[index] = checkpoint_wrapper(model.layers[index], preserve_rng_state=False)
+        checkpoint(model.layers[index], preserve_rng_state=False)  # by hooks: parameters keep their names
 
 
 def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:

@@ -1,0 +1,249 @@
+"""Schedules, optimizers, clipping, memory recipes, and checkpoints of a world of one."""
+
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import moe_card, random_model
+from trainer_ranks import Job, build_policy, rows_of, run_job, save, train_step
+
+from prl.config.errors import UserError
+from prl.config.schema import OptimConfig, ScheduleConfig
+from prl.models.attention import packed_attention
+from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.planning.run_plan import MeshPlan
+from prl.runtime.checkpoints import latest_valid
+from prl.trainer.checkpoint import TrainerCheckpointer, no_space
+from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
+from prl.trainer.policy import seed_everything
+from prl.trainer.world import build_world
+
+ADAMW = {"type": "adamw", "lr": 0.01}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_checkpoint(hf_tensors(random_model(moe_card(), std=0.1)), path, moe_card())
+    return str(path)
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+SCHEDULES = [
+    ({"type": "constant"}, 10, {1: 1.0, 5: 1.0, 10: 1.0}),
+    ({"type": "constant", "warmup_steps": 4}, 10, {1: 0.25, 2: 0.5, 4: 1.0, 5: 1.0, 10: 1.0}),
+    ({"type": "linear"}, 10, {1: 0.9, 5: 0.5, 10: 0.0}),
+    ({"type": "linear", "warmup_steps": 2, "min_lr_ratio": 0.1}, 10, {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),
+    ({"type": "linear", "decay_steps": 4}, 10, {2: 0.5, 4: 0.0, 10: 0.0}),
+    ({"type": "cosine"}, 8, {2: 0.5 + 0.5 * math.cos(math.pi / 4), 4: 0.5, 8: 0.0}),
+    ({"type": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.2}, 12, {4: 1.0, 8: 0.6, 12: 0.2}),
+    ({"type": "wsd", "warmup_steps": 2, "decay_steps": 4}, 12, {1: 0.5, 2: 1.0, 8: 1.0, 9: 0.75, 10: 0.5, 12: 0.0}),
+    ({"type": "wsd", "decay_steps": 2, "min_lr_ratio": 0.5}, 6, {1: 1.0, 4: 1.0, 5: 0.75, 6: 0.5}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "max_steps", "expected"), SCHEDULES)
+def test_schedules_by_hand(schedule, max_steps, expected):
+    got = {step: lr_factor(step, max_steps, ScheduleConfig(**schedule)) for step in expected}
+    assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("schedule", "max_steps", "_"), SCHEDULES)
+def test_schedules_stay_between_zero_and_one(schedule, max_steps, _):
+    factors = [lr_factor(step, max_steps, ScheduleConfig(**schedule)) for step in range(1, max_steps + 5)]
+    assert all(0.0 <= factor <= 1.0 for factor in factors)
+
+
+def test_the_scheduled_rate_reaches_every_optimizer(world, model_path):
+    schedule = {"type": "linear", "warmup_steps": 4}
+    policy = build_policy(Job(model_path, optim={"type": "muon", "lr": 0.02, "schedule": schedule}), world)
+    train_step(policy, 1)
+    assert policy.lr == pytest.approx(0.005)
+    assert {group["lr"] for o in policy.optimizers for group in o.param_groups} == {policy.lr}
+    assert len(policy.optimizers) == 2
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optim", [ADAMW, {"type": "muon", "lr": 0.01}, {"type": "sgd", "lr": 0.3}], ids=lambda o: o["type"])
+def test_every_optimizer_reduces_the_loss(world, model_path, optim):
+    policy = build_policy(Job(model_path, optim=optim), world)
+    losses = [train_step(policy, 1 if step < 0 else step % 1 + 1)[0] for step in range(8)]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_muon_gets_hidden_matrices_and_adamw_the_rest():
+    model = random_model(moe_card(tie_word_embeddings=False))
+    muon, adamw = build_optimizers(model, OptimConfig(type="muon"))
+    names = {id(p): n for n, p in model.named_parameters()}
+    by_muon, by_adamw = ({names[id(p)] for p in o.param_groups[0]["params"]} for o in (muon, adamw))
+    assert by_muon | by_adamw == set(names.values())
+    assert not by_muon & by_adamw
+    assert "layers.0.self_attn.q_proj.weight" in by_muon
+    assert {"embed_tokens.weight", "lm_head.weight", "norm.weight", "layers.1.mlp.experts.gate_up_proj"} <= by_adamw
+    assert all(is_hidden_matrix(n, p) == (n in by_muon) for n, p in model.named_parameters())
+
+
+def test_weight_decay_alone_shrinks_weights():
+    model = random_model(moe_card())
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    (adamw,) = build_optimizers(model, OptimConfig(type="adamw", lr=0.1, weight_decay=0.5))
+    adamw.step()
+    for old, new in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(new.detach(), old * 0.95)
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
+def test_clipping_keeps_the_direction(limit):
+    model = torch.nn.Linear(2, 2)
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([0.0, 4.0])
+    assert clip_gradients(model, limit) == pytest.approx(5.0)
+    scale = 0.1 if limit == 0.5 else 1.0
+    assert model.weight.grad[0, 0].item() == pytest.approx(3.0 * scale, rel=1e-4)
+    assert model.bias.grad[1].item() == pytest.approx(4.0 * scale, rel=1e-4)
+
+
+# --- memory recipes ---------------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "ac full": ["memory_recipe.ac.mode=full"],
+    "ac every other layer": ["memory_recipe.ac.mode=full", "memory_recipe.ac.freq=2"],
+    "chunked head": ["memory_recipe.fused_lm_head_token_chunk_size=5"],
+    "both": ["memory_recipe.ac.mode=full", "memory_recipe.fused_lm_head_token_chunk_size=3"],
+}
+
+
+def gradients_of(model_path, world, overrides):
+    policy = build_policy(Job(model_path, overrides=overrides), world)
+    total, entropy = 0.0, 0.0
+    for row in rows_of(1):
+        stats = policy.forward(row, temperature=0.8)
+        (stats.logp.sum() + 0.1 * stats.entropy.sum()).backward()
+        total, entropy = total + stats.logp.sum().item(), entropy + stats.entropy.sum().item()
+    grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad.full_tensor() for n, p in policy.model.named_parameters()}
+    return total, entropy, grads
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_memory_recipes_change_no_gradient(world, model_path, recipe):
+    plain, other = (gradients_of(model_path, world, o) for o in ([], RECIPES[recipe]))
+    assert other[:2] == pytest.approx(plain[:2], rel=1e-6)
+    assert other[2].keys() == plain[2].keys()
+    for name, grad in plain[2].items():
+        assert grad.abs().max() > 0
+        torch.testing.assert_close(other[2][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_activation_checkpointing_computes_chosen_layers_twice(world, model_path):
+    """Otherwise it would save no memory."""
+    row = rows_of(1)[0]
+    counts = []
+    for overrides in ([], RECIPES["ac full"], RECIPES["ac every other layer"]):
+        model, calls = build_policy(Job(model_path, overrides=overrides), world).model, []
+        attend = packed_attention(row.doc_lens.tolist(), torch.device("cpu"))
+
+        def counting(layer_idx, q, k, v, attend=attend, calls=calls):
+            calls.append(layer_idx)
+            return attend(layer_idx, q, k, v)
+
+        model(torch.from_numpy(row.input_ids), torch.from_numpy(row.positions), counting).sum().backward()
+        counts.append(sorted(calls))
+    assert counts == [[0, 1], [0, 0, 1, 1], [0, 0, 1]]
+
+
+def test_names_are_the_same_under_activation_checkpointing(world, model_path):
+    """What is published and exported must not depend on the recipe."""
+    plain, wrapped = (build_policy(Job(model_path, overrides=o), world) for o in ([], RECIPES["ac full"]))
+    one, other = (dict(hf_tensors(p.model)) for p in (plain, wrapped))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [[], RECIPES["ac full"]], ids=["plain", "ac full"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_checkpoint_is_the_state_when_save_was_called(world, model_path, tmp_path, asynchronous, overrides):
+    job = Job(model_path, optim={"type": "muon", "lr": 0.01}, overrides=overrides)
+    seed_everything(3, deterministic=False)
+    policy = build_policy(job, world)
+    train_step(policy, 1)
+    checkpointer = TrainerCheckpointer(tmp_path, asynchronous)
+    checkpointer.save(1, policy.model, policy.optimizers)
+    drawn = (torch.rand(2), np.random.rand(2))
+    unbroken = [train_step(policy, step) for step in (2, 3)]  # while the save may still be running
+    assert checkpointer.finish(wait=True) == 1
+    assert checkpointer.saved_step == 1
+    assert checkpointer.finish(wait=True) is None
+
+    (tmp_path / "checkpoints" / "step_1.partial").rename(tmp_path / "checkpoints" / "step_1")
+    fresh = build_policy(job, world)
+    checkpointer.load(tmp_path / "checkpoints" / "step_1", fresh.model, fresh.optimizers)
+    assert torch.equal(torch.rand(2), drawn[0])
+    np.testing.assert_array_equal(np.random.rand(2), drawn[1])
+    assert [train_step(fresh, step) for step in (2, 3)] == unbroken
+
+
+def test_a_checkpoint_passes_between_memory_recipes(world, model_path, tmp_path):
+    run_job(Job(model_path, save=str(tmp_path)))
+    checkpoint = str(tmp_path / "checkpoints" / "step_3")
+    plain, wrapped = (
+        run_job(Job(model_path, load=checkpoint, start=3, overrides=overrides)) for overrides in ([], RECIPES["both"])
+    )
+    np.testing.assert_allclose(plain["history"], wrapped["history"], rtol=1e-4)
+
+
+def test_no_space_is_found_wherever_it_stands():
+    full = OSError(28, "No space left on device")
+    wrapped = RuntimeError("writing failed")
+    wrapped.__cause__ = full
+    failures = dist.checkpoint.api.CheckpointException("save", {0: (full, None)})
+    assert all(map(no_space, (full, wrapped, failures, OSError(122, "Disk quota exceeded"))))
+    assert not any(map(no_space, (OSError(13, "Permission denied"), RuntimeError("x"), None)))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_is_explained_and_the_older_checkpoint_survives(world, model_path, small_disk, asynchronous):
+    policy = build_policy(Job(model_path, optim=ADAMW), world)
+    train_step(policy, 1)
+    save(policy, small_disk, 1, asynchronous)
+    free = os.statvfs(small_disk)
+    (small_disk / "ballast").write_bytes(b"x" * (free.f_bavail * free.f_bsize - 20_000))
+    checkpointer = TrainerCheckpointer(small_disk, asynchronous)
+    with pytest.raises(UserError, match=r"(?s)disk is full: the checkpoint of step 2 .*step 1 survives"):
+        checkpointer.save(2, policy.model, policy.optimizers)
+        checkpointer.finish(wait=True)
+    assert latest_valid(small_disk)[0] == 1
+    assert [p.name for p in Path(small_disk, "checkpoints").iterdir()] == ["step_1"]
+    (small_disk / "ballast").unlink()
+    checkpointer.save(3, policy.model, policy.optimizers)
+    assert checkpointer.finish(wait=True) == 3
