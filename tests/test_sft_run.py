@@ -1,0 +1,85 @@
+"""`python -m prl.sft` as a real process tree: a run, and the same run interrupted and resumed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "squares.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}^2", "completion": str(i * i)}) + "\n" for i in range(3000)))
+    return path
+
+
+def command(run_dir: Path, dataset: Path, *overrides: str) -> list[str]:
+    return [
+        sys.executable, "-m", "prl.sft", f"output_dir={run_dir}", f"cache_dir={dataset.parent / 'cache'}",
+        "data=jsonl", f"sft.data.source={dataset}", f"max_steps={STEPS}", "sft.batch_size=6", "debug.num_threads=1", "sft.val_interval=3",
+        "logging.wandb.mode=disabled", "logging.progress=plain", "ckpt.interval=0", *overrides,
+    ]  # fmt: skip
+
+
+def rows(run_dir: Path) -> list[dict]:
+    path = run_dir / "metrics" / "trainer.0.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def series(run_dir: Path) -> list[tuple]:
+    """What must not depend on an interruption."""
+    return [tuple(row.get(k) for k in ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")) for row in rows(run_dir)]
+
+
+def run(*args) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120)
+
+
+def test_an_interrupted_run_resumes_to_the_same_losses(dataset, tmp_path):
+    whole = tmp_path / "whole"
+    done = run(whole, dataset)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = series(whole)
+    assert [row[0] for row in expected] == list(range(1, STEPS + 1))
+    assert expected[-1][1] < expected[0][1]
+    assert [row[-1] is not None for row in expected] == [False, False, True, False, False, True]
+
+    broken = tmp_path / "broken"
+    child = subprocess.Popen(command(broken, dataset), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 90
+        while len(rows(broken)) < 2:
+            assert child.poll() is None, child.communicate()[0]
+            assert time.monotonic() < deadline, "no two steps in time"
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        output, _ = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130, output
+    stopped_at = len(rows(broken))
+    assert 2 <= stopped_at < STEPS
+    assert (broken / "checkpoints" / f"step_{stopped_at}").is_dir()
+
+    resumed = run(broken, dataset)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"resuming from the checkpoint of step {stopped_at}" in resumed.stdout + resumed.stderr
+    assert series(broken) == expected
+    exported = [(directory / "export" / "model.safetensors").read_bytes() for directory in (whole, broken)]
+    assert exported[0] == exported[1]
+
+
+def test_a_missing_dataset_is_a_user_error_and_leaves_nothing(tmp_path):
+    finished = run(tmp_path / "run", tmp_path / "absent.jsonl")
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    assert "the dataset does not exist" in finished.stderr + finished.stdout
+    assert "absent.jsonl" in finished.stderr + finished.stdout
+    assert not (tmp_path / "run").exists()
