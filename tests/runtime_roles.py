@@ -125,18 +125,17 @@ def hang_here() -> None:
 
 
 def main() -> None:
-    """`python runtime_roles.py CONFIG OVERRIDES...`: a root of its own for tests that kill it."""
-    from prl.config import UserError, compose
+    """`python runtime_roles.py CONFIG.json`: a root of its own, for tests that kill it."""
+    from prl.config.schema import RunConfig
     from prl.runtime.launch import run
 
-    config_name, *overrides = sys.argv[1:]
+    config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
     try:
-        sys.exit(run(compose(overrides, config_name), ENTRIES))
+        sys.exit(run(config, ENTRIES))
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

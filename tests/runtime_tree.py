@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -15,12 +16,28 @@ from pathlib import Path
 
 import pytest
 
+from prl.config import compose
+from prl.config.schema import RunConfig
 from prl.runtime.status_file import read_status
 
 TESTS = Path(__file__).parent
 TAG = "PRL_TEST_TREE"  # everything that descends from a root started here carries it
 GONE_S = 5.0  # what the product promises
-SMALL = ("warm_start=none", "logging.wandb.mode=disabled", "max_steps=6")
+SMALL = ("logging.wandb.mode=disabled", "max_steps=6")
+
+
+@functools.cache
+def compose_once(config: str, overrides: tuple[str, ...]) -> RunConfig:
+    return compose(list(overrides), config)
+
+
+def make_config(config: str, overrides: tuple[str, ...], run_dir: Path) -> RunConfig:
+    """Composed here and not by the root: that takes longer than everything else it does."""
+    small = ("warm_start=none", *SMALL) if config == "rl" else SMALL
+    composed = compose_once(config, (*small, *overrides))
+    fresh = "output_dir=null" in overrides
+    places = {"output_dir": None if fresh else str(run_dir), "cache_dir": str(run_dir.parent / "cache")}
+    return composed.model_copy(update=places)
 
 
 class Root:
@@ -40,11 +57,10 @@ class Root:
             "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
             TAG: self.tag,
         }
-        defaults = [f"output_dir={run_dir}", f"cache_dir={run_dir.parent / 'cache'}", *SMALL]
-        if config != "rl":
-            defaults.remove("warm_start=none")
+        config_path = run_dir.parent / f"config-{self.tag}.json"
+        config_path.write_text(make_config(config, overrides, run_dir).model_dump_json())
         self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "runtime_roles.py"), config, *defaults, *overrides],
+            [sys.executable, str(TESTS / "runtime_roles.py"), str(config_path)],
             env=environment,
             cwd=run_dir.parent,
             stdout=stdout,

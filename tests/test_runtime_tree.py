@@ -87,6 +87,7 @@ def test_an_inference_job_runs_until_a_signal(start: Start) -> None:
     assert root.status()["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_the_warm_start_is_made_once(start: Start) -> None:
     overrides = ("warm_start=reverse_text", "warm_start.max_steps=3")
     code, output = start(*overrides, name="first").wait()
@@ -101,6 +102,7 @@ def test_the_warm_start_is_made_once(start: Start) -> None:
     assert cached.read_text().startswith("made by")
 
 
+@pytest.mark.slow
 def test_two_runs_make_one_warm_start_together(start: Start) -> None:
     overrides = ("warm_start=reverse_text", "warm_start.max_steps=30")
     roots = [start(*overrides, name=name) for name in ("first", "second")]
@@ -122,6 +124,7 @@ def test_children_get_threads_and_marker_but_no_token(start: Start) -> None:
 # --- two at once ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_runs_in_the_same_second_never_meet(start: Start, tmp_path: Path) -> None:
     roots = [start("output_dir=null", script=SLOW_STEPS) for _ in range(2)]
     codes = [root.wait()[0] for root in roots]
@@ -227,6 +230,7 @@ def reapers(root: Root) -> list[int]:
     return [pid for pid in root.alive() if b"reaper.py" in read_bytes(Path(f"/proc/{pid}/cmdline"))]
 
 
+@pytest.mark.slow
 def test_after_sigkill_of_the_root_the_next_start_resumes(start: Start) -> None:
     root = start("max_steps=9", script=SLOW_STEPS)
     root.await_step(4)
