@@ -51,8 +51,8 @@ def test_draws_follow_the_filtered_distribution_and_logprobs_are_its(params: Sam
     expected = reference(logits, params)
     rows = 200  # seeds, each at 100 positions: both counters must give independent draws
     t = table([params] * rows, list(range(rows)))
-    tokens, logprobs = zip(*(sample(logits.repeat(rows, 1), t, torch.full((rows,), i)) for i in range(draws // rows)))
-    tokens, logprobs = torch.cat(tokens), torch.cat(logprobs)
+    drawn = [sample(logits.repeat(rows, 1), t, torch.full((rows,), i)) for i in range(draws // rows)]
+    tokens, logprobs = torch.cat([d[0] for d in drawn]), torch.cat([d[1] for d in drawn])
     torch.testing.assert_close(logprobs.double().exp(), expected[tokens], rtol=1e-5, atol=1e-7)
     counts = torch.bincount(tokens, minlength=V).double()
     possible = expected > 0
@@ -63,7 +63,7 @@ def test_draws_follow_the_filtered_distribution_and_logprobs_are_its(params: Sam
 
 
 def test_a_row_draws_the_same_alone_and_among_rows_with_other_parameters() -> None:
-    params = list(CASES.values()) + [SamplingParams(temperature=0)]
+    params = [*CASES.values(), SamplingParams(temperature=0)]
     seeds = [7 + i for i in range(len(params))]
     logits = torch.randn(len(params), V, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(len(params)) + 5

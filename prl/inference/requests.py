@@ -54,7 +54,8 @@ def parse_generate(body: dict[str, Any], model_name: str, max_model_len: int) ->
     if body.get("output_mode", "tokens") != "tokens":
         raise ValueError("output_mode must be 'tokens': the built-in engine makes no text on this route")
     token_ids = integer_list(body.get("token_ids"), "token_ids")
-    sampling = body.get("sampling_params") or {}
+    sampling = body.get("sampling_params")
+    sampling = {} if sampling is None else sampling
     if not isinstance(sampling, dict):
         raise ValueError("sampling_params must be an object")
     return make_request(body, token_ids, sampling, model_name, max_model_len)

@@ -1,0 +1,131 @@
+"""The built-in inference server in a thread of the test's process, and a client that blocks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prl.config import compose
+from prl.inference import server
+from prl.planning.run_plan import RunPlan, make_plan
+
+TOKEN = "run-token"
+
+
+@dataclass
+class ServerContext:
+    """What the server uses of a ChildContext."""
+
+    plan: RunPlan
+    listen_socket: socket.socket
+    token: str = TOKEN
+    init_model_path: str | None = None
+    stop_requested: bool = False
+    beats: int = 0
+    up: threading.Event = field(default_factory=threading.Event)
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def ready(self) -> None:
+        self.up.set()
+
+
+@dataclass
+class Reply:
+    status: int
+    body: Any
+
+
+class Client:
+    """Calls from threads of its own, so that several can be under way at once."""
+
+    def __init__(self, ctx: ServerContext, error: list[BaseException]) -> None:
+        self.ctx, self.error = ctx, error
+        self.port: int = ctx.listen_socket.getsockname()[1]
+        self.pool = ThreadPoolExecutor(64)
+
+    def call(self, method: str, route: str, body: Any = None, key: str | None = TOKEN) -> Reply:
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{route}", data, method=method)
+        request.add_header("Content-Type", "application/json")
+        if key is not None:
+            request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                status, text = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read()
+        try:
+            return Reply(status, json.loads(text))
+        except ValueError:
+            return Reply(status, text.decode())
+
+    def get(self, route: str, **options: Any) -> Reply:
+        return self.call("GET", route, **options)
+
+    def post(self, route: str, body: Any = None, **options: Any) -> Reply:
+        return self.call("POST", route, body, **options)
+
+    def start_generate(self, request_id: str, **changes: Any) -> Future[Reply]:
+        return self.pool.submit(self.generate, request_id, **changes)
+
+    def generate(self, request_id: str = "r", token_ids: list[int] | None = None, **changes: Any) -> Reply:
+        """Keyword arguments are sampling parameters, but for cache_salt and the like."""
+        outer = {k: changes.pop(k) for k in ("cache_salt", "priority", "model", "return_token_ids") if k in changes}
+        sampling = {"max_tokens": 8, "temperature": 1.0, "seed": 1, "ignore_eos": True, "logprobs": 0, **changes}
+        ids = [258, 104, 105, 256, 259] if token_ids is None else token_ids
+        body = {"request_id": request_id, "token_ids": ids, "sampling_params": sampling, **outer}
+        return self.post("/inference/v1/generate", body)
+
+    def metric(self, name: str) -> float:
+        lines = [line for line in self.get("/metrics").body.splitlines() if line.startswith(f"vllm:{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def until(self, name: str, value: float) -> None:
+        """Wait until a metric has a value."""
+        deadline = time.monotonic() + 20
+        while self.metric(name) != value:
+            assert time.monotonic() < deadline, f"{name} is {self.metric(name)}, not {value}"
+            time.sleep(0.005)
+
+
+@contextmanager
+def running_server(overrides: list[str], cache_dir: Path, wait: bool = True) -> Iterator[Client]:
+    """A server with random weights; `wait` until it is ready."""
+    torch.set_num_threads(1)  # the engine shares the cores with the tests
+    config = compose([f"cache_dir={cache_dir}", "deployment.device=cpu", *overrides], config_name="inference")
+    ctx = ServerContext(make_plan(config), socket.create_server(("127.0.0.1", 0)))
+    error: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.main(ctx)  # type: ignore[arg-type]
+        except BaseException as caught:
+            error.append(caught)
+            ctx.up.set()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    client = Client(ctx, error)
+    try:
+        if wait:
+            assert ctx.up.wait(60)
+        yield client
+    finally:
+        ctx.stop_requested = True
+        thread.join(20)
+        client.pool.shutdown(wait=False, cancel_futures=True)
+        assert not thread.is_alive()

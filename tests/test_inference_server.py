@@ -1,0 +1,467 @@
+"""The routes of the built-in engine over HTTP, against one server for all tests of this file."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from inference_server import TOKEN, Client, running_server
+
+from prl.config.errors import UserError
+from prl.inference import server
+from prl.models.checkpoint import hf_tensors, random_checkpoint
+from prl.models.qwen3 import Qwen3Model
+from prl.transport.weights import FilesystemPublisher, SharedMemoryPublisher
+
+OVERRIDES = ["inference.return_routed_experts=true", "inference.api_key_var=PRL_TEST_KEY", "inference.max_num_seqs=32"]
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def client(cache_dir):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRL_TEST_KEY", "user-key")
+        with running_server(OVERRIDES, cache_dir) as client:
+            yield client
+
+
+@pytest.fixture(autouse=True)
+def clean(client: Client):
+    """Every test leaves the server running, awake and idle."""
+    yield
+    assert not client.error, client.error
+    assert client.get("/is_paused").body == {"is_paused": False}
+    client.until("num_requests_running", 0)
+    client.until("num_requests_waiting", 0)
+
+
+def weights(client: Client, seed: int) -> list[tuple[str, torch.Tensor]]:
+    model = Qwen3Model(client.ctx.plan.config.model.card)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return list(hf_tensors(model))
+
+
+def update(client: Client, info: dict, version: str) -> None:
+    assert client.post("/start_weight_update").status == 200
+    assert client.post("/update_weights", {"update_info": info}).status == 200
+    assert client.post("/finish_weight_update", {"weight_version": version}).status == 200
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_answers_in_the_shape_of_the_protocol(client: Client) -> None:
+    reply = client.generate("abc", n=2, max_tokens=6, model="tiny_qwen3_moe", return_token_ids=True).body
+    version = client.get("/weight_info").body["weight_version"]
+    assert reply["request_id"] == "abc"
+    assert reply["model"] == "tiny_qwen3_moe"
+    assert reply["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
+    assert reply["prompt_token_ids"] == [258, 104, 105, 256, 259]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    for choice in reply["choices"]:
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+        content = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in content] == choice["token_ids"]
+        assert all(set(entry) == {"token_id", "logprob", "rank", "top_logprobs"} for entry in content)
+        assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 6}]
+        routed = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+        assert (routed.shape, routed.dtype) == ((5 + 6 - 1, 4, 2), np.uint8)
+
+
+def test_without_max_tokens_the_completion_fills_the_context(client: Client) -> None:
+    reply = client.post("/inference/v1/generate", {"token_ids": [1] * 250, "sampling_params": {"ignore_eos": True}})
+    choice = reply.body["choices"][0]
+    assert (len(choice["token_ids"]), choice["finish_reason"], choice["logprobs"]) == (6, "length", None)
+
+
+def test_the_same_seed_gives_the_same_completion_among_other_requests(client: Client) -> None:
+    alone = client.generate(seed=5, max_tokens=20).body["choices"][0]["token_ids"]
+    others = [client.start_generate(f"other {i}", seed=i, max_tokens=30) for i in range(8)]
+    assert client.generate(seed=5, max_tokens=20).body["choices"][0]["token_ids"] == alone
+    assert client.generate(seed=6, max_tokens=20).body["choices"][0]["token_ids"] != alone
+    assert {future.result().status for future in others} == {200}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "not JSON"),
+        ([], "object"),
+        ({}, "token_ids"),
+        ({"token_ids": []}, "empty"),
+        ({"token_ids": ["a"]}, "token_ids"),
+        ({"token_ids": [True]}, "token_ids"),
+        ({"token_ids": [999]}, "token ids"),
+        ({"token_ids": [1] * 256}, "inference.max_model_len"),
+        ({"token_ids": [1], "stream": True}, "stream"),
+        ({"token_ids": [1], "output_mode": "text"}, "output_mode"),
+        ({"token_ids": [1], "cache_salt": ""}, "cache_salt"),
+        ({"token_ids": [1], "cache_salt": 3}, "cache_salt"),
+        ({"token_ids": [1], "priority": "high"}, "priority"),
+        ({"token_ids": [1], "sampling_params": []}, "sampling_params"),
+        ({"token_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
+        ({"token_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"token_ids": [1], "sampling_params": {"n": 1.5}}, "n must be an integer"),
+        ({"token_ids": [1], "sampling_params": {"seed": 1 << 70}}, "seed"),
+        ({"token_ids": [1], "sampling_params": {"stop_token_ids": [1 << 40]}}, "stop_token_ids"),
+        ({"token_ids": [1], "sampling_params": {"logprobs": 5}}, "logprobs"),
+        ({"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs=1"),
+        ({"token_ids": [1], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty=0.5"),
+        ({"token_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
+    ],
+    ids=str,
+)
+def test_bad_requests_are_told_what_is_wrong(client: Client, body, words: str) -> None:
+    reply = client.post("/inference/v1/generate", body)
+    assert reply.status == 400
+    assert words in reply.body["error"]["message"]
+    assert reply.body["error"]["code"] == 400
+
+
+def test_parameters_at_their_neutral_values_are_accepted(client: Client) -> None:
+    neutral = {"presence_penalty": 0.0, "repetition_penalty": 1.0, "stop": [], "detokenize": False, "logit_bias": None}
+    assert client.generate(**neutral).status == 200
+
+
+def test_unknown_models_and_routes_are_not_found(client: Client) -> None:
+    assert client.generate(model="gpt").status == 404
+    assert client.get("/nowhere").body["error"]["code"] == 404
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def test_chat_gives_text_and_on_request_tokens_and_logprobs(client: Client) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    asked = {"messages": messages, "max_tokens": 5, "seed": 1, "logprobs": True, "return_token_ids": True}
+    reply = client.post("/v1/chat/completions", asked).body
+    (choice,) = reply["choices"]
+    assert reply["prompt_token_ids"] == [258, 104, 105, 256, 259]
+    same = client.generate(max_tokens=5, ignore_eos=False).body["choices"][0]
+    assert choice["token_ids"] == same["token_ids"]
+    assert [c["logprob"] for c in choice["logprobs"]["content"]] == pytest.approx(
+        [c["logprob"] for c in same["logprobs"]["content"]], abs=1e-5
+    )
+    assert choice["message"]["role"] == "assistant"
+    assert isinstance(choice["message"]["content"], str)
+    plain = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}).body
+    assert plain["choices"][0]["logprobs"] is None
+    assert "token_ids" not in plain["choices"][0]
+    assert client.get("/v1/models").body["data"][0]["id"] == "tiny_qwen3_moe"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content"),
+        ({"tools": [{}]}, "tools"),
+        ({"stop": ["\n"]}, "stop"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+    ],
+    ids=str,
+)
+def test_chat_refuses_what_it_would_ignore(client: Client, change: dict, words: str) -> None:
+    reply = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **change})
+    assert reply.status == 400
+    assert words in reply.body["error"]["message"]
+
+
+# --- keys and health --------------------------------------------------------------------------------------------------
+
+
+def test_every_route_but_health_wants_one_of_the_two_keys(client: Client) -> None:
+    assert client.get("/health", key=None).status == 200
+    for key in (None, "", "wrong", TOKEN[:-1], "küy"):
+        assert client.get("/v1/models", key=key).status == 401, key
+        assert client.post("/pause?mode=keep", key=key).status == 401, key
+    for key in (TOKEN, "user-key"):
+        assert client.get("/v1/models", key=key).status == 200
+
+
+@pytest.mark.parametrize("value", [None, ""], ids=["unset", "empty"])
+def test_a_key_variable_without_a_key_is_a_user_error(monkeypatch, value: str | None) -> None:
+    monkeypatch.delenv("PRL_TEST_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PRL_TEST_KEY", value)
+    with pytest.raises(UserError, match="PRL_TEST_KEY"):
+        server.api_keys("PRL_TEST_KEY", TOKEN)
+
+
+def test_metrics_carry_vllms_names_and_count(client: Client) -> None:
+    before = {name: client.metric(name) for name in ("generation_tokens_total", "prompt_tokens_total")}
+    stopped = client.metric("request_success_total")
+    client.generate(n=2, max_tokens=7)
+    assert client.metric("generation_tokens_total") - before["generation_tokens_total"] == 14
+    assert client.metric("prompt_tokens_total") - before["prompt_tokens_total"] == 10
+    assert client.metric("request_success_total") - stopped == 2
+    assert client.metric("kv_cache_usage_perc") == 0
+    text = client.get("/metrics").body
+    assert 'finished_reason="abort"' in text
+    assert all(line.startswith("# TYPE vllm:") or line.startswith("vllm:") for line in text.splitlines())
+
+
+def test_the_heart_beats_while_idle(client: Client) -> None:
+    before = client.ctx.beats
+    time.sleep(0.35)
+    assert client.ctx.beats - before >= 2
+
+
+# --- pause, abort, disconnect -----------------------------------------------------------------------------------------
+
+
+def test_keep_freezes_running_requests_and_holds_new_ones(client: Client) -> None:
+    undisturbed = client.generate("a", seed=3, max_tokens=200).body["choices"][0]
+    running = client.start_generate("a", seed=3, max_tokens=200)
+    client.until("num_requests_running", 1)
+    assert client.post("/pause?mode=keep").body == {"status": "paused"}
+    held = client.start_generate("b", seed=4)
+    client.until("num_requests_waiting", 1)
+    done = client.metric("generation_tokens_total")
+    time.sleep(0.1)
+    assert client.metric("generation_tokens_total") == done
+    assert client.get("/is_paused").body == {"is_paused": True}
+    assert client.post("/resume").body == {"status": "resumed"}
+    assert running.result().body["choices"][0]["token_ids"] == undisturbed["token_ids"]
+    assert held.result().status == 200
+
+
+def test_wait_lets_running_requests_finish_and_holds_new_ones(client: Client) -> None:
+    running = client.start_generate("a", max_tokens=100)
+    client.until("num_requests_running", 1)
+    assert client.post("/pause?mode=wait").status == 200
+    assert len(running.result(timeout=5).body["choices"][0]["token_ids"]) == 100
+    held = client.start_generate("b")
+    client.until("num_requests_waiting", 1)
+    client.post("/resume")
+    assert held.result().body["choices"][0]["finish_reason"] == "length"
+
+
+def test_abort_ends_all_with_what_they_have(client: Client) -> None:
+    running = client.start_generate("a", max_tokens=250, n=2)
+    client.until("num_requests_running", 2)
+    client.post("/pause")  # mode abort
+    choices = running.result(timeout=5).body["choices"]
+    assert [c["finish_reason"] for c in choices] == ["abort", "abort"]
+    assert all(len(c["logprobs"]["content"]) == len(c["token_ids"]) < 250 for c in choices)
+    client.post("/resume")
+
+
+def test_single_requests_are_aborted_by_id_held_ones_too(client: Client) -> None:
+    client.post("/pause?mode=keep")
+    futures = {name: client.start_generate(name, max_tokens=5) for name in ("a", "b", "c")}
+    client.until("num_requests_waiting", 3)
+    assert client.post("/abort_requests", {"request_ids": ["b", "zzz"]}).body == {"status": "aborted", "aborted": 1}
+    empty = futures["b"].result(timeout=5).body["choices"][0]
+    assert (empty["finish_reason"], empty["token_ids"], empty["routed_experts"]) == ("abort", [], None)
+    client.post("/resume")
+    assert [futures[name].result().body["choices"][0]["finish_reason"] for name in "ac"] == ["length", "length"]
+    assert client.post("/abort_requests").body["aborted"] == 0
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["running", "held"])
+def test_a_client_that_hangs_up_takes_its_request_along(client: Client, paused: bool) -> None:
+    if paused:
+        client.post("/pause?mode=keep")
+    body = json.dumps(
+        {"token_ids": [1, 2], "sampling_params": {"max_tokens": 250, "ignore_eos": True, "n": 8}}
+    ).encode()
+    head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    before = client.metric("generation_tokens_total")
+    with socket.create_connection(("127.0.0.1", client.port)) as raw:
+        raw.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        client.until("num_requests_waiting" if paused else "num_requests_running", 8)
+    client.until("num_requests_waiting", 0)
+    client.until("num_requests_running", 0)
+    assert client.metric("generation_tokens_total") - before < 8 * 250
+    if paused:
+        client.post("/resume")
+
+
+def test_a_client_that_hangs_up_on_pause_does_not_undo_it(client: Client) -> None:
+    running = client.start_generate("a", max_tokens=150)
+    client.until("num_requests_running", 1)
+    with socket.create_connection(("127.0.0.1", client.port)) as raw:
+        raw.sendall(f"POST /pause?mode=wait HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        while not client.get("/is_paused").body["is_paused"]:
+            time.sleep(0.002)
+    assert running.result().status == 200
+    assert client.get("/is_paused").body == {"is_paused": True}
+    client.post("/resume")
+
+
+def test_wrong_control_arguments_are_refused(client: Client) -> None:
+    for route in ("/pause?mode=maybe", "/sleep?level=7", "/sleep?mode=x", "/wake_up?tags=brain"):
+        assert client.post(route).status == 400, route
+    assert client.post("/abort_requests", {"request_ids": "a"}).status == 400
+    assert client.post("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}).status == 400
+    assert client.post("/init_weight_transfer_engine", {"init_info": {"backend": "filesystem"}}).status == 200
+
+
+# --- determinism ------------------------------------------------------------------------------------------------------
+
+
+def test_requests_sent_while_paused_give_the_same_bits_in_any_order_of_arrival(client: Client) -> None:
+    def run(order: list[int]) -> dict[int, list]:
+        client.post("/reset_prefix_cache")
+        client.post("/pause?mode=keep")
+        futures = {}
+        for sent, i in enumerate(order):
+            ids = [258, *range(60 + i % 5, 70 + 3 * (i % 5)), 259]
+            futures[i] = client.start_generate(
+                f"request {i:03}", token_ids=ids, seed=i, max_tokens=5 + i % 7, top_p=0.9
+            )
+            client.until("num_requests_waiting", sent + 1)
+        client.post("/resume")
+        return {i: future.result().body["choices"] for i, future in futures.items()}
+
+    numbers = list(range(48))  # more than max_num_seqs=32: the rest is admitted as slots become free
+    assert run(numbers) == run(numbers[::-1])
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "shared_memory"])
+@pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
+def test_weights_are_swapped_in_flight(client: Client, tmp_path, transport: str, paused: bool) -> None:
+    path = tmp_path / "weights"
+    publisher = FilesystemPublisher(path, 2) if transport == "filesystem" else SharedMemoryPublisher(path)
+    before = client.get("/weight_info").body["weight_version"]
+    version = str(int(before) + 1)
+    info = publisher.publish(int(version), weights(client, seed=int(version)))
+    running = client.start_generate("a", max_tokens=240, n=4)
+    client.until("num_requests_running", 4)
+    if paused:
+        client.post("/pause?mode=keep")
+    update(client, info, version)
+    publisher.acknowledge()
+    assert client.get("/weight_info").body == {"weight_version": version}
+    if paused:
+        client.post("/resume")
+    for choice in running.result().body["choices"]:
+        old, new = choice["weight_versions"]
+        assert (old["version"], old["start"]) == (before, 0)
+        assert (new["version"], new["start"], new["end"]) == (version, old["end"], 240)
+    fresh = client.generate("b", token_ids=[5, 6, 7], max_tokens=1, temperature=0).body["choices"][0]
+    model = Qwen3Model(client.ctx.plan.config.model.card)
+    model.init_weights(torch.Generator().manual_seed(int(version)))
+    assert fresh["token_ids"] == [greedy(model, [5, 6, 7])]
+
+
+def greedy(model: Qwen3Model, ids: list[int]) -> int:
+    from prl.models.attention import packed_attention
+
+    with torch.no_grad():
+        attend = packed_attention([len(ids)], torch.device("cpu"))
+        return int(model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attend))[-1].argmax())
+
+
+def test_updates_out_of_order_or_damaged_change_nothing(client: Client, tmp_path) -> None:
+    version = client.get("/weight_info").body
+    assert client.post("/update_weights", {"update_info": {}}).status == 400
+    assert client.post("/finish_weight_update").status == 400
+    client.post("/start_weight_update")
+    assert client.post("/finish_weight_update", {"weight_version": "99"}).status == 400  # nothing came
+    client.post("/start_weight_update")
+    info = FilesystemPublisher(tmp_path / "weights", 2).publish(99, weights(client, 99))
+    damaged = tmp_path / "weights" / "step_99" / "model.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    reply = client.post("/update_weights", {"update_info": info})
+    assert reply.status == 400
+    assert "damaged" in reply.body["error"]["message"]
+    gone = {"type": "filesystem", "path": str(tmp_path / "nowhere")}
+    assert client.post("/update_weights", {"update_info": gone}).status == 400
+    assert client.post("/finish_weight_update", {"weight_version": "99"}).status == 400
+    assert client.get("/weight_info").body == version
+    assert client.generate().status == 200
+
+
+def test_level_2_sleep_refuses_to_generate_until_weights_come(client: Client, tmp_path) -> None:
+    version = client.get("/weight_info").body["weight_version"]
+    info = FilesystemPublisher(tmp_path / "weights", 2).publish(1, weights(client, 1))
+    assert client.post("/sleep?level=2").status == 200
+    assert client.get("/is_sleeping").body == {"is_sleeping": True}
+    assert client.generate().status == 503
+    assert client.post("/wake_up?tags=weights").body == {"status": "sleeping", "tags": ["weights"]}
+    assert client.generate().status == 503
+    update(client, info, version)
+    waiting = client.start_generate("a", temperature=0, max_tokens=1, token_ids=[5, 6, 7])
+    client.until("num_requests_waiting", 1)  # no KV cache yet
+    assert client.post("/wake_up?tags=kv_cache").body["status"] == "awake"
+    model = Qwen3Model(client.ctx.plan.config.model.card)
+    model.init_weights(torch.Generator().manual_seed(1))
+    assert waiting.result().body["choices"][0]["token_ids"] == [greedy(model, [5, 6, 7])]
+
+
+def test_level_1_sleep_keeps_running_requests_for_later(client: Client) -> None:
+    undisturbed = client.generate("a", seed=3, max_tokens=150).body["choices"][0]["token_ids"]
+    running = client.start_generate("a", seed=3, max_tokens=150)
+    client.until("num_requests_running", 1)
+    client.post("/sleep?level=1")
+    time.sleep(0.05)
+    assert not running.done()
+    client.post("/wake_up")
+    assert running.result().body["choices"][0]["token_ids"] == undisturbed
+    assert client.metric("num_preemptions_total") >= 1
+
+
+# --- start and death --------------------------------------------------------------------------------------------------
+
+
+def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatch) -> None:
+    go = threading.Event()
+    load = server.load_engine
+
+    def slow_load(*args):
+        go.wait(20)
+        return load(*args)
+
+    monkeypatch.setattr(server, "load_engine", slow_load)
+    with running_server([], cache_dir, wait=False) as client:
+        assert client.get("/health", key=None).status == 503
+        waiting = client.pool.submit(client.get, "/v1/models")
+        time.sleep(0.1)
+        assert not waiting.done()
+        go.set()
+        assert waiting.result(timeout=20).status == 200
+        assert client.get("/health", key=None).status == 200
+
+
+def test_an_engine_that_dies_fails_its_requests_and_ends_the_server_with_the_cause(cache_dir) -> None:
+    with running_server([], cache_dir) as client:
+        broken = [(name, torch.full_like(t, torch.nan)) for name, t in weights(client, 0)]
+        info = SharedMemoryPublisher(cache_dir / "broken").publish(1, broken)
+        update(client, info, "1")
+        reply = client.generate()
+        assert reply.status == 503
+        assert "weight version 1" in reply.body["error"]["message"]
+        deadline = time.monotonic() + 10
+        while not client.error and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert isinstance(client.error[0], RuntimeError)
+        assert "not finite" in str(client.error[0])
+
+
+def test_a_checkpoint_of_another_shape_is_a_user_error(cache_dir) -> None:
+    from prl.config import compose
+
+    small = compose(["model.card.hidden_size=64", f"cache_dir={cache_dir}"], config_name="inference").model
+    path = random_checkpoint(small, cache_dir)
+    with running_server([f"model.path={path}"], cache_dir) as client:
+        assert isinstance(client.error[0], UserError)
