@@ -115,7 +115,7 @@ def test_asynchronous_default_respects_the_staleness_bound_and_overlaps(cache, t
     assert max(row["staleness_max"] for row in steps) > 0
     overlaps = [row["overlap"] for row in rows(tmp_path / "g", "orchestrator") if "overlap" in row]
     print(f"share of the trainer's busy time in which engines generated: {sum(overlaps) / len(overlaps):.2f}")
-    assert sum(overlaps) / len(overlaps) > 0.3
+    assert sum(overlaps) / len(overlaps) > 0.5
 
 
 def test_colocated_takes_turns(cache, tmp_path):
@@ -123,8 +123,8 @@ def test_colocated_takes_turns(cache, tmp_path):
     done = run([*args, f"output_dir={tmp_path}/h"], tmp_path)
     assert done.code == 0, done.output
     overlaps = [row["overlap"] for row in rows(tmp_path / "h", "orchestrator") if "overlap" in row]
-    assert len(overlaps) == 3
-    assert max(overlaps) < 0.05
+    assert len(overlaps) == 4
+    assert max(overlaps) < 0.01
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("prl-")]
 
 
@@ -138,7 +138,7 @@ def test_several_ranks_and_engines(cache, tmp_path):
 
 def test_misbehaving_rewards_cost_rollouts_not_the_run(cache, tmp_path):
     small = [arg for arg in SMALL if not arg.startswith("env.mix")]
-    env = ["~env", "+env.mix={flaky: {id: 'flaky_env:FlakyEnv'}}", "+env.reward_timeout_s=1"]
+    env = ["~env", "+env.mix={flaky: {id: 'flaky_env:FlakyEnv'}}", "env.reward_timeout_s=1"]
     args = [*small, cache, *env, "max_steps=3", "eval.interval=3", f"output_dir={tmp_path}/j"]
     done = run(args, tmp_path)
     assert done.code == 0, done.output
@@ -171,7 +171,8 @@ def test_full_disk_while_checkpointing_keeps_the_older_checkpoint(cache, tmp_pat
     if mounted.returncode != 0:
         pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
     try:
-        args = [*SMALL, cache, "max_steps=40", "eval.interval=0", "ckpt.interval=2", "ckpt.keep=20"]
+        args = [*SMALL, cache, "max_steps=40", "eval.interval=0", "ckpt.interval=2"]
+        args += ["ckpt.keep=20", "weight_transport=shared_memory"]  # nothing but checkpoints fills the disk
         done = run([*args, f"output_dir={disk}/k"], tmp_path)
         assert done.code == 2, done.output
         assert "disk is full" in done.output

@@ -17,10 +17,20 @@ from prl.models.qwen3 import Attend
 
 
 def packed_attention(doc_lens: list[int], device: torch.device) -> Attend:
-    """Causal attention inside each document; doc_lens sum to N tokens."""
-    if device.type == "cuda":
-        return _varlen_attention(doc_lens, device)
-    return _padded_attention(doc_lens, device)
+    """Causal attention inside each document; doc_lens sum to N tokens. varlen_attn has no float32, so that goes padded."""
+    if device.type != "cuda":
+        return _padded_attention(doc_lens, device)
+    varlen = _varlen_attention(doc_lens, device)
+    padded: list[Attend] = []  # built at the first call that needs it
+
+    def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.dtype != torch.float32:
+            return varlen(layer_idx, q, k, v)
+        if not padded:
+            padded.append(_padded_attention(doc_lens, device))
+        return padded[0](layer_idx, q, k, v)
+
+    return attend
 
 
 def _varlen_attention(doc_lens: list[int], device: torch.device) -> Attend:
@@ -30,8 +40,11 @@ def _varlen_attention(doc_lens: list[int], device: torch.device) -> Attend:
     longest = max(doc_lens)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window, grouped = (-1, 0), q.shape[1] != k.shape[1]  # all to the left, nothing to the right
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window, enable_gqa=grouped)
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:  # torch 2.11 has no enable_gqa here
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        window = (-1, 0)  # all to the left, nothing to the right
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window)
         assert isinstance(out, Tensor)
         return out
 

@@ -47,9 +47,11 @@ class Orchestrator:
         self.stop_at: int | None = None  # first step that nobody will train
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.prepared = asyncio.Event()  # neighbours are up, and everything below exists
-        self.version_known = asyncio.Event()
+        self.served = -1  # policy version that all engines serve; -1: none yet
+        self.version_changed = asyncio.Condition()
         self.error: Exception | None = None  # of a request handler
-        self.eval_lock = asyncio.Lock()  # evaluation and weight updates exclude each other
+        self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
+        self.update: asyncio.Task[None] | None = None
         # step -> when the trainer took it, generation seconds until then
         self.handed: dict[int, tuple[float, float]] = {}
         self.ready_since: dict[int, float] = {}  # step -> when its batch was ready
@@ -120,9 +122,6 @@ class Orchestrator:
     # --- the main work ------------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        await self.version_known.wait()  # the trainer publishes before the first rollout
-        if self.config.eval.interval and self.config.eval.at_start and not self.ctx.resume_step:
-            await self._evaluate()
         feeding = asyncio.create_task(self._feed())
         goodbye = asyncio.create_task(self.finished.wait())
         done, _ = await asyncio.wait([feeding, goodbye], return_when=asyncio.FIRST_COMPLETED)
@@ -132,10 +131,13 @@ class Orchestrator:
         feeding.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await feeding
+        if self.update is not None:
+            await self.update
         await self.producer.stop()
         trained_all = self.runner.version >= self.config.max_steps
         if trained_all and self.config.eval.interval and self.config.eval.at_end and not self._due(self.runner.version):
-            await self._evaluate()
+            async with self.engine_lock:
+                await self._evaluate()
 
     async def _feed(self) -> None:
         """Collect batch after batch until max_steps."""
@@ -149,7 +151,8 @@ class Orchestrator:
             meta = {"stop": False, "checkpoint": bool(interval) and step % interval == 0}
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
             if self.colocated:
-                await self.engines.everywhere("/sleep?level=1")
+                async with self.engine_lock:  # an evaluation may still be using them
+                    await self.engines.everywhere("/sleep?level=1")
             async with self.step_ready:
                 self.snapshots[step] = self.producer.state()
                 self.batches[step] = batches
@@ -166,22 +169,21 @@ class Orchestrator:
         return bool(interval) and version > 0 and version % interval == 0
 
     async def _evaluate(self) -> None:
-        """Evaluate the version now served; rollouts already running go on beside it, new ones wait."""
-        async with self.eval_lock:
-            await self.producer.hold(True)
-            counts = {name: env.counts["held_out"] for name, env in self.envs.items()}
-            started = time.perf_counter()
-            version = self.runner.version
-            row = await evaluate(self.runner, self.config.eval, self.config.inference.sampling, counts, version)
-            self.ctx.metrics.log(step=version, policy_version=version, eval_s=time.perf_counter() - started, **row)
-            await self.producer.hold(False)
+        """Evaluate the version now served, holding engine_lock; rollouts that run go on beside it, new ones wait."""
+        await self.producer.hold(True)
+        counts = {name: env.counts["held_out"] for name, env in self.envs.items()}
+        started = time.perf_counter()
+        version = self.runner.version
+        row = await evaluate(self.runner, self.config.eval, self.config.inference.sampling, counts, version)
+        self.ctx.metrics.log(step=version, policy_version=version, eval_s=time.perf_counter() - started, **row)
+        if self.runner.lockstep:  # what is cached now must not depend on whether there was an evaluation (resume)
+            await self.engines.everywhere("/reset_prefix_cache")
+        await self.producer.hold(False)
 
     # --- what the trainer asks ----------------------------------------------------------------------------------------
 
     async def batch_for(self, step: int, data_rank: int, timeout_s: float) -> bytes | None:
         """The batch of a step for one data rank; None when it is not ready within timeout_s."""
-        if data_rank == 0 and step - 1 in self.handed:
-            self._log_overlap(step - 1)
         deadline = time.monotonic() + timeout_s
         async with self.step_ready:
             while step not in self.batches and not self._stopped_before(step):
@@ -200,19 +202,39 @@ class Orchestrator:
         return self.stop_at is not None and step >= self.stop_at
 
     async def weights_published(self, version: int, update_info: dict[str, Any]) -> None:
-        """Bring all engines to `version`; returns when every one has acknowledged."""
+        """The trainer has new weights to offer: bring all engines to them in the background."""
+        if version in self.handed:
+            self._log_overlap(version)
+        self.update = asyncio.create_task(self._update_engines(version, update_info))
+        self.update.add_done_callback(self._check_update)
+
+    def _check_update(self, update: asyncio.Task[None]) -> None:
+        if not update.cancelled() and isinstance(error := update.exception(), Exception):
+            self.fail(error)
+
+    async def _update_engines(self, version: int, update_info: dict[str, Any]) -> None:
+        """Swap the weights everywhere, evaluate if it is time, let the rollouts of this version begin."""
         await self.prepared.wait()  # the trainer may be up first
-        async with self.eval_lock:
-            if self.colocated and self.version_known.is_set():
+        async with self.engine_lock:
+            if self.colocated and self.served >= 0:
                 await self.engines.everywhere("/wake_up")
             await self.engines.update_weights(version, update_info)
-            if self.version_known.is_set():
-                await self.producer.set_version(version)
-            else:  # before the first rollout
-                self.runner.version = version
-        self.version_known.set()
-        if self._due(version) and version > self.ctx.resume_step and self.stop_at is None:
-            await self._evaluate()
+            self.runner.version = version
+            async with self.version_changed:
+                self.served = version
+                self.version_changed.notify_all()
+            first = version == self.ctx.resume_step
+            wanted = self.config.eval.at_start and version == 0 if first else self._due(version) and self.stop_at is None
+            if self.config.eval.interval and wanted:
+                await self._evaluate()
+            await self.producer.set_version(version)
+
+    async def version_reached(self, version: int, timeout_s: float) -> bool:
+        """Wait until every engine serves `version`; False when it takes longer than timeout_s."""
+        async with self.version_changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.version_changed.wait_for(lambda: self.served >= version), timeout_s)
+        return self.served >= version
 
     async def trainer_checkpointed(self, step: int) -> None:
         """The trainer's part is on disk: add ours and make the checkpoint count."""

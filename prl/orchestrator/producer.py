@@ -60,6 +60,7 @@ class Producer:
         self.current = StepGroups(1, [])
         self.error: BaseException | None = None
         self.holding = False  # no new groups while an evaluation has the engines
+        self.stopped = False
 
     def resume(self, step: int, state: dict[str, object]) -> None:
         """Continue behind `step`, with the state that `state()` gave for it."""
@@ -88,7 +89,7 @@ class Producer:
         """Whether a group begun behind `outstanding` others would be young enough for the step that it lands in."""
         lands_at = self.current.step + outstanding // self.groups_per_batch
         return (
-            not self.holding
+            not (self.holding or self.stopped)
             and lands_at <= self.config.max_steps
             and lands_at - 1 - self.runner.version <= self.run_ahead
         )
@@ -178,7 +179,7 @@ class Producer:
             self.changed.notify_all()
 
     async def stop(self) -> None:
-        self.holding = True
+        self.stopped = True
         tasks = list(self.in_flight.values())
         for task in tasks:
             task.cancel()

@@ -20,6 +20,7 @@ from prl.orchestrator.rollout import Generation, Group, Rollout
 from prl.orchestrator.tasks import TaskChoice, request_seed
 
 MAX_FAILURES_IN_A_ROW = 200
+NO_VERSION = -(10**9)  # before the trainer's first weights: too old for any step, so nothing starts
 
 
 class NothingWorks(RuntimeError):
@@ -72,7 +73,7 @@ class RolloutRunner:
         limit = 1 << 30 if lockstep else config.inference.max_concurrent_rollouts
         self.slots = asyncio.Semaphore(limit)
         self.stats = RunnerStats()
-        self.version = 0  # policy version that the engines serve
+        self.version = NO_VERSION  # policy version that the engines serve
 
     def start_group(self, index: int, choice: TaskChoice, size: int) -> asyncio.Task[Group]:
         """Begin all rollouts of one task. The task never raises for what an environment or engine does wrong."""

@@ -18,6 +18,7 @@ class TrainerService(Protocol):
 
     async def batch_for(self, step: int, data_rank: int, timeout_s: float) -> bytes | None: ...
     async def weights_published(self, version: int, update_info: dict[str, object]) -> None: ...
+    async def version_reached(self, version: int, timeout_s: float) -> bool: ...
     async def trainer_checkpointed(self, step: int) -> None: ...
     async def trainer_done(self, step: int) -> None: ...
     def fail(self, error: Exception) -> None: ...
@@ -46,6 +47,10 @@ async def start_server(service: TrainerService, listen_socket: socket.socket, to
         await service.weights_published(body["version"], body["update_info"])
         return web.json_response({})
 
+    async def version(request: web.Request) -> web.Response:
+        reached = await service.version_reached(int(request.query["at_least"]), LONG_POLL_S)
+        return web.json_response({}) if reached else web.Response(status=204)
+
     async def checkpoint(request: web.Request) -> web.Response:
         await service.trainer_checkpointed((await request.json())["step"])
         return web.json_response({})
@@ -57,6 +62,7 @@ async def start_server(service: TrainerService, listen_socket: socket.socket, to
     app = web.Application(middlewares=[authorize])
     app.router.add_get("/train/batch", batch)
     app.router.add_post("/train/weights", weights)
+    app.router.add_get("/train/version", version)
     app.router.add_post("/train/checkpoint", checkpoint)
     app.router.add_post("/train/done", done)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)

@@ -29,6 +29,11 @@ class BatchClient:
             if status == 200:
                 return TrainBatch.from_bytes(body)
 
+    def wait_for_version(self, version: int) -> None:
+        """Return once every engine serves `version`; may take as long as an evaluation that is under way."""
+        while self._call(f"/train/version?at_least={version}", None, LONG_POLL_S)[0] != 200:
+            pass
+
     def post(self, route: str, payload: dict[str, Any], timeout_s: float) -> None:
         self._call(route, payload, timeout_s)
 
@@ -43,7 +48,7 @@ class BatchClient:
             except urllib.error.HTTPError as error:
                 detail = error.read().decode(errors="replace")[:500]
                 raise OSError(f"{route}: the orchestrator answered {error.code}: {detail}") from error
-            except (urllib.error.URLError, ConnectionError) as error:
+            except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
                 if attempt == 4:
                     raise OSError(f"{route}: no answer from the orchestrator at {self.url}: {error}") from error
                 time.sleep(0.2 * 2**attempt)

@@ -143,6 +143,7 @@ class RLTrainer:
         assert self.publisher is not None
         payload = {"version": version, "update_info": update_info}
         self.client.post("/train/weights", payload, self.config.weight_transport.timeout_s)
+        self.client.wait_for_version(version)
         self.publisher.acknowledge()
 
     def check_neighbours(self) -> None:

@@ -70,13 +70,14 @@ class FilesystemPublisher:
         weights_dir.mkdir(parents=True)
 
     def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         partial = self.dir / f"step_{version}.partial"
         partial.mkdir(exist_ok=True)
         try:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors}, partial / "model.safetensors")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # its Rust writer reports a full disk in its own type
             raise UserError(
                 f"the weights of version {version} could not be written: {error}",
                 where=str(partial),
