@@ -149,7 +149,9 @@ def saved(tmp_path):
 
 
 def test_a_card_that_does_not_describe_the_checkpoint_is_refused(saved):
-    with pytest.raises(UserError, match="rope_theta: card 1.0, checkpoint 5000.0; num_experts: card 8, checkpoint 4"):
+    with pytest.raises(
+        UserError, match=r"rope_theta: card 1\.0, checkpoint 5000\.0; num_experts: card 8"
+    ):
         check_card(saved, moe_card(tie_word_embeddings=False, num_experts=8, rope_theta=1.0))
     with pytest.raises(UserError, match="model_type: card qwen3, checkpoint qwen3_moe"):
         check_card(saved, dense_card())
@@ -188,7 +190,7 @@ def test_a_missing_shard_is_noticed(saved):
 
 
 def test_no_safetensors_at_all_is_explained(tmp_path):
-    with pytest.raises(UserError, match="no .*safetensors"):
+    with pytest.raises(UserError, match=r"no .*safetensors"):
         list(read_tensors(tmp_path))
 
 
@@ -242,7 +244,7 @@ def test_the_model_path_is_resolved(tmp_path):
 
 def test_a_model_that_is_nowhere_is_explained(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="(?s)neither a directory nor could it be fetched.*model.path"):
+    with pytest.raises(UserError, match=r"(?s)neither a directory nor could it be fetched.*model.path"):
         resolve_model_path(model_config(path="no/such-model"), tmp_path)
 
 

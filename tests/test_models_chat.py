@@ -9,7 +9,6 @@ from prl.config.schema import ModelConfig
 from prl.models.chat import ChatRenderer, mask_by_role
 from prl.models.tokenizer import SPECIAL_TOKENS, load_tokenizer
 
-
 SYSTEM, USER, ASSISTANT, TOOL = range(257, 261)
 
 

@@ -91,9 +91,10 @@ def test_two_turns_are_one_sample_of_exactly_what_was_sampled(tokenizer):
     st.booleans(),
 )
 def test_earlier_tokens_never_change(tokenizer, answers, turns, ends):
-    """Whatever is sampled, invalid UTF-8 and special tokens included: the trained tokens are the sampled ones, and within a
-    sample every prompt begins with the prompt and the answer before it."""
-    answers = [answer + [END] if ends else answer for answer in answers]
+    """Whatever is sampled, invalid UTF-8 and special tokens included: the trained tokens are the sampled ones, and
+    within a sample every prompt begins with the prompt and the answer before it.
+    """
+    answers = [[*answer, END] if ends else answer for answer in answers]
     engine = Scripted(*answers)
     conversation, _ = talk(tokenizer, engine, *turns[: len(answers)], max_model_len=10_000)
     samples = conversation.finished_samples()

@@ -65,7 +65,12 @@ class FakeEngine:
         return web.json_response({"choices": [choice | self.choice]})
 
     async def metrics(self, request):
-        text = f'# TYPE x gauge\nvllm:num_requests_waiting{{model="m"}} {len(self.held)}\nvllm:num_requests_running 0.0\n'
+        lines = [
+            "# TYPE x gauge",
+            f'vllm:num_requests_waiting{{model="m"}} {len(self.held)}',
+            "vllm:num_requests_running 0.0",
+        ]
+        text = "\n".join(lines)
         return web.Response(text=text)
 
     async def health(self, request):
@@ -108,7 +113,8 @@ def test_a_request_carries_everything_that_fixes_its_sample():
             return result, engine.bodies[0]
 
     result, body = asyncio.run(scenario())
-    assert (result.token_ids, result.logprobs, result.versions, result.finish_reason) == ([9, 9], [-0.25] * 2, [3, 3], "stop")
+    assert (result.token_ids, result.logprobs, result.versions) == ([9, 9], [-0.25] * 2, [3, 3])
+    assert result.finish_reason == "stop"
     assert result.routed_experts is None
     assert (body["token_ids"], body["cache_salt"], body["request_id"]) == ([1, 2, 9], "train-3", "r")
     assert body["sampling_params"] == {
@@ -228,7 +234,8 @@ def test_requests_are_sent_in_the_same_sets_whatever_the_timing(replicas):
     async def scenario(delays):
         async with pool_of(replicas) as (pool, engines):
             lockstep = Lockstep(pool)
-            jobs = [start(lockstep, pool, n, t, d) for (n, t), d in zip([("a", 3), ("b", 1), ("c", 2)], delays, strict=True)]
+            turns = {"a": 3, "b": 1, "c": 2}
+            jobs = [start(lockstep, pool, n, turns[n], delay_s) for n, delay_s in zip(turns, delays, strict=True)]
             await asyncio.wait_for(asyncio.gather(*jobs), 10)
             assert lockstep.live == 0
             assert all(engine.go.is_set() for engine in engines)

@@ -65,7 +65,8 @@ class StubRunner:
 
 
 def producer_of(runner, config=None, taking_turns=False):
-    return Producer(config or config_of(), runner, TaskSampler({"a": 20, "b": 5}, {"a": 2.0, "b": 1.0}, 0), taking_turns)
+    sampler = TaskSampler({"a": 20, "b": 5}, {"a": 2.0, "b": 1.0}, seed=0)
+    return Producer(config or config_of(), runner, sampler, taking_turns)
 
 
 async def settle():
@@ -90,7 +91,7 @@ async def run_ending_all(runner, producer, rng=None):
 
 
 async def simulate(seed, max_off_policy_steps, taking_turns=False, rewards=lambda index: [0.0, 1.0]):
-    """A feeding loop, a trainer and engines at random speeds. Returns the handed-out steps, and what was trained on when."""
+    """A feeding loop, a trainer and engines at random speeds. Returns the handed-out steps and the runner."""
     rng = random.Random(seed)
     config = config_of(max_off_policy_steps=max_off_policy_steps)
     runner = StubRunner(rewards)

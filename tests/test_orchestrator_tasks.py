@@ -59,7 +59,9 @@ def test_request_seeds_are_stable_31_bit_and_distinct():
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "passed", "k"), [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)])
+@pytest.mark.parametrize(
+    ("n", "passed", "k"), [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
+)
 def test_pass_at_k_equals_enumeration(n, passed, k):
     """The share of all k-subsets of the samples that hold at least one that passed."""
     subsets = list(itertools.combinations([i < passed for i in range(n)], k))

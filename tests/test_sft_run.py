@@ -24,8 +24,8 @@ def dataset(tmp_path_factory):
 def command(run_dir: Path, dataset: Path, *overrides: str) -> list[str]:
     return [
         sys.executable, "-m", "prl.sft", f"output_dir={run_dir}", f"cache_dir={dataset.parent / 'cache'}",
-        "data=jsonl", f"sft.data.source={dataset}", f"max_steps={STEPS}", "sft.batch_size=6", "debug.num_threads=1", "sft.val_interval=3",
-        "logging.wandb.mode=disabled", "logging.progress=plain", "ckpt.interval=0", *overrides,
+        "data=jsonl", f"sft.data.source={dataset}", f"max_steps={STEPS}", "sft.batch_size=6", "sft.val_interval=3",
+        "debug.num_threads=1", "logging.wandb.mode=disabled", "logging.progress=plain", "ckpt.interval=0", *overrides,
     ]  # fmt: skip
 
 
@@ -36,7 +36,8 @@ def rows(run_dir: Path) -> list[dict]:
 
 def series(run_dir: Path) -> list[tuple]:
     """What must not depend on an interruption."""
-    return [tuple(row.get(k) for k in ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")) for row in rows(run_dir)]
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")
+    return [tuple(row.get(key) for key in keys) for row in rows(run_dir)]
 
 
 def run(*args) -> subprocess.CompletedProcess:

@@ -1,4 +1,4 @@
-"""One process against two: the same losses, norms and parameters, and checkpoints that pass from one world to another."""
+"""One process against two: the same losses, norms and parameters; checkpoints pass from one world to another."""
 
 import pytest
 import torch

@@ -124,6 +124,6 @@ def test_full_shared_memory_is_explained_and_leaves_nothing(tmp_path, monkeypatc
 
     monkeypatch.setattr(weights.os, "posix_fallocate", full)
     publisher = SharedMemoryPublisher(tmp_path / "segment")
-    with pytest.raises(UserError, match="(?s)shared memory.*weight_transport=filesystem"):
+    with pytest.raises(UserError, match=r"(?s)shared memory.*weight_transport=filesystem"):
         publisher.publish(1, tensors())
     assert list(tmp_path.iterdir()) == []
