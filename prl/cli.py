@@ -15,6 +15,7 @@ COMMANDS = {  # subcommand -> module whose main() it is
     "sft": "prl.sft",
     "inference": "prl.inference.__main__",
     "plan": "prl.plan",
+    "status": "prl.status",
 }
 USAGE = f"""usage: prl {{{",".join(COMMANDS)}}} [overrides]
 

@@ -149,9 +149,7 @@ def saved(tmp_path):
 
 
 def test_a_card_that_does_not_describe_the_checkpoint_is_refused(saved):
-    with pytest.raises(
-        UserError, match=r"rope_theta: card 1\.0, checkpoint 5000\.0; num_experts: card 8"
-    ):
+    with pytest.raises(UserError, match=r"rope_theta: card 1\.0, checkpoint 5000\.0; num_experts: card 8"):
         check_card(saved, moe_card(tie_word_embeddings=False, num_experts=8, rope_theta=1.0))
     with pytest.raises(UserError, match="model_type: card qwen3, checkpoint qwen3_moe"):
         check_card(saved, dense_card())

@@ -129,7 +129,8 @@ def test_colocated_takes_turns(cache, tmp_path):
 
 
 def test_several_ranks_and_engines(cache, tmp_path):
-    args = [*SMALL, cache, "deployment.num_train_gpus=2", "deployment.num_infer_gpus=2", "max_steps=3", "eval.interval=0"]
+    args = [*SMALL, cache, "deployment.num_train_gpus=2", "deployment.num_infer_gpus=2"]
+    args += ["max_steps=3", "eval.interval=0"]
     done = run([*args, "env=[reverse_text,countdown]", f"output_dir={tmp_path}/i"], tmp_path)
     assert done.code == 0, done.output
     seen = {key for row in rows(tmp_path / "i", "orchestrator") for key in row if key.startswith("reward/")}

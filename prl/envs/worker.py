@@ -97,8 +97,9 @@ class EnvWorker:
         async for message in socket:
             if message.type == WSMsgType.TEXT:
                 self.handle(json.loads(message.data))
-        for task in self.running.values():
-            task.cancel()
+        if self.socket is socket:  # not when a new connection has already taken over
+            for task in self.running.values():
+                task.cancel()
         return socket
 
     async def send(self, message: dict[str, Any]) -> None:

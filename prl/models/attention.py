@@ -17,7 +17,9 @@ from prl.models.qwen3 import Attend
 
 
 def packed_attention(doc_lens: list[int], device: torch.device) -> Attend:
-    """Causal attention inside each document; doc_lens sum to N tokens. varlen_attn has no float32, so that goes padded."""
+    """Causal attention inside each document; doc_lens sum to N tokens. varlen_attn has no float32, so that goes
+    padded.
+    """
     if device.type != "cuda":
         return _padded_attention(doc_lens, device)
     varlen = _varlen_attention(doc_lens, device)

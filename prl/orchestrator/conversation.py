@@ -53,7 +53,9 @@ class Conversation:
         return content
 
     def _render_prompt(self) -> Sample | None:
-        """The sample to go on with, its prompt appended; None, and nothing changed, when no token would fit behind it."""
+        """The sample to go on with, its prompt appended; None, and nothing changed, when no token would fit behind
+        it.
+        """
         sample, text = self.samples[-1], self.text
         added = self.renderer.extend(text, self.messages)
         if added is None:

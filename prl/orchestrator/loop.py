@@ -24,7 +24,7 @@ from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.server import start_server
 from prl.orchestrator.tasks import TaskSampler
-from prl.runtime.checkpoints import commit, staging_dir
+from prl.runtime.checkpoints import commit, raise_if_full, staging_dir
 from prl.runtime.child import ChildContext
 from prl.transport.batch import TrainBatch
 
@@ -44,6 +44,7 @@ class Orchestrator:
         # by step; the newest two, so that a slow rank still finds its own
         self.batches: dict[int, list[TrainBatch]] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}  # producer state after each handed-out step
+        self.unsaved: set[int] = set()  # steps to checkpoint whose trainer part is not on disk yet
         self.stop_at: int | None = None  # first step that nobody will train
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.prepared = asyncio.Event()  # neighbours are up, and everything below exists
@@ -159,8 +160,10 @@ class Orchestrator:
                 self.ready_since[step] = time.perf_counter()
                 for old in [s for s in self.batches if s < step - self.config.algo.max_off_policy_steps - 1]:
                     del self.batches[old]
-                for old in [s for s in self.snapshots if s < step - 2 * self.config.algo.max_off_policy_steps - 4]:
+                for old in [s for s in self.snapshots if s < min(self.unsaved | {step - 8})]:
                     del self.snapshots[old]
+                if meta["checkpoint"]:
+                    self.unsaved.add(step)
                 self.step_ready.notify_all()
             self._log_step(groups, batches, waited_s, since_last_s)
 
@@ -192,7 +195,7 @@ class Orchestrator:
                     return None
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.step_ready.wait(), left)
-            if step in self.batches:
+            if step in self.batches and not self._stopped_before(step):
                 if data_rank == 0:
                     self.handed[step] = (time.perf_counter(), self.runner.stats.clock.seconds())
                 return self.batches[step][data_rank].to_bytes()
@@ -224,7 +227,9 @@ class Orchestrator:
                 self.served = version
                 self.version_changed.notify_all()
             first = version == self.ctx.resume_step
-            wanted = self.config.eval.at_start and version == 0 if first else self._due(version) and self.stop_at is None
+            wanted = (
+                self.config.eval.at_start and version == 0 if first else self._due(version) and self.stop_at is None
+            )
             if self.config.eval.interval and wanted:
                 await self._evaluate()
             await self.producer.set_version(version)
@@ -239,9 +244,14 @@ class Orchestrator:
     async def trainer_checkpointed(self, step: int) -> None:
         """The trainer's part is on disk: add ours and make the checkpoint count."""
         part = staging_dir(self.ctx.run_dir, step) / PART
-        part.mkdir(parents=True, exist_ok=True)
-        (part / "state.json").write_text(json.dumps(self.snapshots[step]))
-        await asyncio.to_thread(commit, self.ctx.run_dir, step, self.config.ckpt.keep)
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            (part / "state.json").write_text(json.dumps(self.snapshots[step]))
+            await asyncio.to_thread(commit, self.ctx.run_dir, step, self.config.ckpt.keep)
+        except OSError as error:
+            raise_if_full(error, self.ctx.run_dir, step)
+            raise
+        self.unsaved.discard(step)
 
     async def trainer_done(self, step: int) -> None:
         self.finished.set()

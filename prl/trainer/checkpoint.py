@@ -65,7 +65,7 @@ class TrainerCheckpointer:
             if no_space(error):
                 shutil.rmtree(staging_dir(self.run_dir, step), ignore_errors=True)
                 raise full_disk_error(self.run_dir, step) from error
-            raise
+            raise RuntimeError(f"the checkpoint of step {step} could not be written: {error}") from error
         self.saved_step = step
         return step
 
@@ -100,6 +100,10 @@ def _set_random_state(state: dict[str, Any] | None) -> None:
     random.setstate(state["python"])
 
 
+# torch's zip writer drops errno: a short write shows as one of the last two
+_FULL_DISK_SIGNS = ("No space left on device", "Disk quota exceeded", "file write failed", "unexpected pos")
+
+
 def no_space(error: BaseException | None) -> bool:
     """Whether ENOSPC or EDQUOT stands anywhere behind an exception, also inside DCP's per-rank failures and C++
     writers.
@@ -108,7 +112,7 @@ def no_space(error: BaseException | None) -> bool:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         text = str(error)
-        if "No space left on device" in text or "Disk quota exceeded" in text or "file write failed" in text:
+        if any(sign in text for sign in _FULL_DISK_SIGNS):
             return True
         failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {}
         if any(no_space(wrapped[0]) for wrapped in failures.values()):

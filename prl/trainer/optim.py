@@ -14,8 +14,8 @@ from prl.config.schema import OptimConfig, ScheduleConfig
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """One optimizer, or two for Muon: it orthogonalises the 2-D hidden matrices (torch.optim.Muon), AdamW has the rest.
 
-    The rest is what Muon is not defined for: embeddings, LM head, norms, and stacked experts (3-D). Muon's update is
-    scaled to AdamW's RMS ("match_rms_adamw", arXiv:2502.16982), so one learning rate serves both.
+    The rest is what Muon is not meant for: embeddings, LM head, norms, routers, and stacked experts (3-D). Muon's
+    update is scaled to AdamW's RMS ("match_rms_adamw", arXiv:2502.16982), so one learning rate serves both.
     """
     params = dict(model.named_parameters())
     if config.type == "sgd":
@@ -38,7 +38,10 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    return param.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name
+    """Matrices between hidden states. Not the router: moving all its rows alike changes no choice, and orthogonalising
+    would blow up just that direction.
+    """
+    return param.dim() == 2 and not any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate."))
 
 
 def lr_factor(step: int, max_steps: int, schedule: ScheduleConfig) -> float:

@@ -17,7 +17,7 @@ from prl.trainer.batches import BatchClient
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.losses import LOSSES, SEQUENCE_LEVEL, LossInputs, masked_importance_keep, mismatch_kl
 from prl.trainer.policy import Policy, TokenStats, peak_memory_bytes, seed_everything
-from prl.trainer.world import World, join_world, leave_world, sum_over_world
+from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_world
 from prl.transport.batch import MicroBatch, TrainBatch
 from prl.transport.weights import make_publisher
 
@@ -84,18 +84,19 @@ class RLTrainer:
         forward_backward_s = time.perf_counter() - started
         grad_norm, optim_s = self.policy.optimizer_step(batch.step)
         loss, entropy, kl, masked, tokens = sum_over_world(sums).tolist()
+        tail = largest_over_world(np.concatenate(kls), tokens=int(tokens))
         padded = self.config.seq_len * len(batch.micro_batches) * self.world.data_ranks
         useful = sum(m.num_tokens for m in batch.micro_batches)
         return {
             "loss": loss,
             "entropy": entropy / max(tokens, 1),
             "mismatch_kl_mean": kl / max(tokens, 1),
-            "mismatch_kl_p999": float(np.quantile(np.concatenate(kls), 0.999)) if tokens else 0.0,
-            "mismatch_kl_max": float(np.concatenate(kls).max()) if tokens else 0.0,
+            "mismatch_kl_p999": float(tail[-1]) if tail.size else 0.0,
+            "mismatch_kl_max": float(tail[0]) if tail.size else 0.0,
             "masked_fraction": masked / max(tokens, 1),
             "grad_norm": grad_norm,
             "loss_tokens": batch.loss_tokens,
-            "tokens": useful * self.world.data_ranks if self.world.data_ranks == 1 else self._sum(useful),
+            "tokens": self._sum(useful),
             "padded_tokens": padded,
             "forward_backward_s": forward_backward_s,
             "optim_s": optim_s,

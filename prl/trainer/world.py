@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,7 +42,7 @@ def join_world(ctx: ChildContext) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     host, port = ctx.endpoints["rendezvous"].rsplit(":", 1)
-    fd = ctx.listen_socket.fileno() if role.rank == 0 and ctx.listen_socket is not None else None
+    fd = ctx.listen_socket.detach() if role.rank == 0 and ctx.listen_socket is not None else None
     store = dist.TCPStore(
         host,
         int(port),
@@ -77,6 +78,20 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+def largest_over_world(values: np.ndarray, tokens: int, share: float = 0.001) -> np.ndarray:
+    """The largest `share` of all ranks' values (at least one), descending; the last is the (1 - share) quantile.
+
+    values: this rank's; tokens: how many there are over all ranks. Only the candidates travel.
+    """
+    wanted = max(1, int(tokens * share))
+    mine = np.sort(values)[::-1][:wanted]
+    parts: list[np.ndarray | None] = [mine]
+    if dist.get_world_size() > 1:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    return np.sort(np.concatenate([part for part in parts if part is not None]))[::-1][:wanted]
 
 
 def leave_world() -> None:
