@@ -153,7 +153,7 @@ class Orchestrator:
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
             if self.colocated:
                 async with self.engine_lock:  # an evaluation may still be using them
-                    await self.engines.everywhere("/sleep?level=1")
+                    await self.engines.everywhere("/sleep?level=1&mode=keep")
             async with self.step_ready:
                 self.snapshots[step] = self.producer.state()
                 self.batches[step] = batches

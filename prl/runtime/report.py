@@ -55,6 +55,10 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
     if points:
         (first_step, first), (last_step, last) = points[0], points[-1]
         print(f"{LABELS[held_out]}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}")
+    overlaps = [row["overlap"] for row in rows if is_number(row.get("overlap"))]
+    if overlaps:
+        share = sum(overlaps) / len(overlaps)
+        print(f"overlap: rollouts were being generated in {share:.0%} of the time in which the trainer trained")
     if rows:
         print(f"time: {clock(rows[-1]['time'] - rows[0]['time'])} from the first row of metrics to the last")
     curve = draw_curve(rows, training, held_out, run_dir / f"{stem}.png")
