@@ -62,6 +62,7 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path: Path, args: list[st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_multirun_gives_each_point_its_directory(tmp_path: Path) -> None:
     done = run_app(tmp_path, "-m", "sweep=mine", "memory=none,tight", "seed=5,10")
     assert done.returncode == 0, done.stderr
@@ -75,6 +76,7 @@ def test_multirun_gives_each_point_its_directory(tmp_path: Path) -> None:
     assert len({point["output_dir"] for point in got}) == 4
 
 
+@pytest.mark.slow
 def test_failed_points_are_named_and_the_others_run(tmp_path: Path) -> None:
     done = run_app(tmp_path, "-m", "sweep=mine", "seed=7,8,5,3")
     assert done.returncode == 1

@@ -72,6 +72,7 @@ def test_an_sft_job_completes_with_its_trainers(start: Start) -> None:
     assert (root.run_dir / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_is_not_run_again(start: Start) -> None:
     start().wait()
     code, output = start().wait()
@@ -151,6 +152,7 @@ def test_a_signal_saves_and_stops_in_order(start: Start, number: signal.Signals,
     assert root.alive() == []
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_where_it_stopped(start: Start) -> None:
     root = start("max_steps=8", script=SLOW_STEPS)
     root.await_step(3)
@@ -185,6 +187,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert root.alive() == []
 
 
+@pytest.mark.slow
 def test_who_does_not_stop_in_time_is_named_and_killed(start: Start) -> None:
     root = start(MANY, "deployment.stop_timeout_s=0.5", script=SLOW_STEPS | {"orchestrator": {"deaf": True}})
     wait_for(lambda: root.status().get("state") == "running")
@@ -199,6 +202,7 @@ def test_who_does_not_stop_in_time_is_named_and_killed(start: Start) -> None:
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_root_leaves_nobody(start: Start) -> None:
     script = SLOW_STEPS | {
         "inference/0": {"grandchild": True},
@@ -323,6 +327,7 @@ def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(start: Start, sma
     assert root.alive() == []
 
 
+@pytest.mark.slow
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(start: Start) -> None:
     root = start(script={"trainer/0": {"raise": "enough", "at": 6}, "orchestrator": {"step_s": 0.02}})
     root.wait()
@@ -335,6 +340,7 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(start: Start)
     assert f"resuming from the checkpoint of step {before.name.removeprefix('step_')}" in output
 
 
+@pytest.mark.slow
 def test_an_env_is_restarted_on_the_same_port(start: Start) -> None:
     root = start("max_steps=12", script=SLOW_STEPS | {"env/reverse_text": {"kill": "SIGKILL"}})
     code, output = root.wait()
@@ -342,6 +348,7 @@ def test_an_env_is_restarted_on_the_same_port(start: Start) -> None:
     assert "env/reverse_text ended (killed by SIGKILL from outside); restart 1 of 3" in output
 
 
+@pytest.mark.slow
 def test_an_env_that_keeps_dying_ends_the_run(start: Start) -> None:
     root = start(MANY, script=SLOW_STEPS | {"env/reverse_text": {"raise": "broken", "always": True}})
     code, output = root.wait()
@@ -353,6 +360,7 @@ def test_an_env_that_keeps_dying_ends_the_run(start: Start) -> None:
 # --- hangs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_hung_child_is_found_and_its_stack_shown(start: Start) -> None:
     root = start(MANY, "deployment.hang_timeout_s=1.5", script=SLOW_STEPS | {"trainer/0": {"hang": True, "at": 2}})
     code, output = root.wait()
@@ -364,6 +372,7 @@ def test_a_hung_child_is_found_and_its_stack_shown(start: Start) -> None:
     assert root.alive() == []
 
 
+@pytest.mark.slow
 def test_a_child_that_never_comes_up_is_found(start: Start) -> None:
     root = start(MANY, "deployment.start_timeout_s=1", script={"inference/0": {"stuck_at_start": True}})
     code, output = root.wait()
@@ -375,6 +384,7 @@ def test_a_child_that_never_comes_up_is_found(start: Start) -> None:
 # --- people -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_progress_is_live_on_a_terminal(start: Start, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     root = start(script=SLOW_STEPS, stdout=theirs)
@@ -390,6 +400,7 @@ def test_progress_is_live_on_a_terminal(start: Start, tmp_path: Path) -> None:
     assert "reward 0.600" in re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
 
 
+@pytest.mark.slow
 def test_status_shows_runs_and_their_failures(start: Start, tmp_path: Path) -> None:
     good, bad = start(name="good"), start(name="bad", script={"trainer/0": {"raise": "oh no", "at": 2}})
     good.wait(), bad.wait()
