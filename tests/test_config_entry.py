@@ -144,7 +144,10 @@ def test_prl_rl_is_python_m_prl_rl(tmp_path: Path) -> None:
 
 def test_prl_without_a_known_command_says_how(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "prl.cli", "rll")
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "usage: prl {rl,sft,inference,plan,status} [overrides]")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        2,
+        "usage: prl {rl,sft,inference,plan,status} [overrides]",
+    )
 
 
 def test_a_wheel_carries_the_configs(tmp_path: Path) -> None:
