@@ -117,3 +117,11 @@ def test_the_points_of_a_sweep_are_checked_together() -> None:
 def test_the_points_of_a_sweep_cannot_share_a_directory() -> None:
     with pytest.raises(ConfigError, match="share one output_dir"):
         compose_points(["seed=1,2", "output_dir=x"], "rl")
+
+
+def test_a_server_beyond_loopback_needs_a_key():
+    with pytest.raises(ConfigError, match=r"Anybody who reaches this machine") as caught:
+        compose(["inference.host=0.0.0.0"], "inference")
+    assert "inference.api_key_var=PRL_API_KEY" in str(caught.value)
+    compose(["inference.host=0.0.0.0", "inference.api_key_var=PRL_API_KEY"], "inference")
+    compose([], "inference")

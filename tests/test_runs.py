@@ -120,11 +120,15 @@ def test_asynchronous_default_respects_the_staleness_bound_and_overlaps(cache, t
 
 def test_colocated_takes_turns(cache, tmp_path):
     args = [*SMALL, cache, "deployment=colocated", "weight_transport=shared_memory", "max_steps=4", "eval.interval=2"]
+    args += ["debug.keep_rollouts=true"]
     done = run([*args, f"output_dir={tmp_path}/h"], tmp_path)
     assert done.code == 0, done.output
     overlaps = [row["overlap"] for row in rows(tmp_path / "h", "orchestrator") if "overlap" in row]
     assert len(overlaps) == 4
     assert max(overlaps) < 0.01
+    kept = [json.loads(line) for line in (tmp_path / "h/rollouts.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in kept} == {1, 2, 3, 4}
+    assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in kept)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("prl-")]
 
 

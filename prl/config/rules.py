@@ -9,6 +9,8 @@ from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.config.world import closest, divisors, requested_devices, resolve_world
 
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
 Rule = Callable[[RunConfig], Iterator[UserError]]
 
 
@@ -296,6 +298,17 @@ def colocated_engines_have_a_trainer(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def open_servers_have_a_key(config: RunConfig) -> Iterator[UserError]:
+    inference = config.inference
+    if config.job == "inference" and inference.host not in LOOPBACK_HOSTS and inference.api_key_var is None:
+        yield UserError(
+            "Anybody who reaches this machine could use the server.",
+            where=f"inference.host={inference.host}, inference.api_key_var=null",
+            why="beyond loopback an API key is required",
+            fix="inference.api_key_var=PRL_API_KEY",
+        )
+
+
 def there_is_an_env(config: RunConfig) -> Iterator[UserError]:
     if not config.env.mix:
         yield UserError(
@@ -432,7 +445,13 @@ def rows_fill_the_ranks(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-COMMON_RULES: tuple[Rule, ...] = (card_is_complete, random_model_names_its_tokenizer, gpus_suffice, there_is_an_engine)
+COMMON_RULES: tuple[Rule, ...] = (
+    card_is_complete,
+    random_model_names_its_tokenizer,
+    gpus_suffice,
+    there_is_an_engine,
+    open_servers_have_a_key,
+)
 TRAIN_RULES: tuple[Rule, ...] = (
     ep_divides_experts,
     ep_fits_the_fsdp_island,

@@ -274,7 +274,7 @@ class DebugConfig(Group):
 
     deterministic: bool = False  # torch.use_deterministic_algorithms in every role
     num_threads: NonNegative = 0  # CPU threads per child; 0: cores divided by the children that compute together
-    keep_rollouts: bool = False  # append every rollout to <run>/rollouts.jsonl
+    keep_rollouts: bool = False  # append every trained rollout to <run>/rollouts.jsonl
 
 
 # --- SFT --------------------------------------------------------------------------------------------------------------

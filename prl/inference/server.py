@@ -51,7 +51,11 @@ def main(ctx: ChildContext) -> None:
 async def serve(ctx: ChildContext) -> None:
     """Serve until asked to stop; /health answers 503 while the model loads. Raises what the engine died of."""
     config = ctx.plan.config
-    keys = api_keys(config.inference.api_key_var, ctx.token)
+    if config.debug.deterministic:
+        torch.use_deterministic_algorithms(True)
+    # a server started for people, on loopback and without a key of theirs, is open; within a run the token guards it
+    for_people = config.job == "inference" and config.inference.api_key_var is None
+    keys = [] if for_people else api_keys(config.inference.api_key_var, ctx.token)
     worker = EngineWorker(lambda: load_engine(config, ctx.init_model_path), ctx.beat)
     app = build_app(worker, config, keys)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
@@ -106,7 +110,7 @@ def api_keys(variable: str | None, token: str) -> list[bytes]:
 
 
 def build_app(worker: EngineWorker, config: RunConfig, keys: list[bytes]) -> web.Application:
-    """All routes. Every route but /health wants `Authorization: Bearer <one of keys>`."""
+    """All routes. Every route but /health wants `Authorization: Bearer <one of keys>`; without keys all are open."""
     app = web.Application(middlewares=[_guard(keys, worker.settled), _report_errors], client_max_size=1 << 30)
     add_generate_route(app, worker, config.model.name)
     add_chat_routes(app, worker, config.model.name)
@@ -124,7 +128,7 @@ def _guard(keys: list[bytes], settled: asyncio.Event) -> Middleware:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         known = [hmac.compare_digest(given.encode(errors="surrogateescape"), key) for key in keys]
-        if request.path not in OPEN_ROUTES and not (scheme.lower() == "bearer" and any(known)):
+        if keys and request.path not in OPEN_ROUTES and not (scheme.lower() == "bearer" and any(known)):
             return error_response(401, "wrong or missing API key")
         if request.path not in OPEN_ROUTES:  # what comes while the model loads waits for it
             await settled.wait()

@@ -21,6 +21,7 @@ from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.evaluation import evaluate
 from prl.orchestrator.lockstep import Lockstep
 from prl.orchestrator.producer import Producer, StepGroups
+from prl.orchestrator.rollout_log import RolloutLog
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.server import start_server
 from prl.orchestrator.tasks import TaskSampler
@@ -53,6 +54,7 @@ class Orchestrator:
         self.error: Exception | None = None  # of a request handler
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
         self.update: asyncio.Task[None] | None = None
+        self.rollout_log: RolloutLog | None = None
         # step -> when the trainer took it, generation seconds until then
         self.handed: dict[int, tuple[float, float]] = {}
         self.ready_since: dict[int, float] = {}  # step -> when its batch was ready
@@ -99,6 +101,8 @@ class Orchestrator:
             path = self.ctx.run_dir / "checkpoints" / f"step_{step}" / PART / "state.json"
             self.producer.resume(step, json.loads(path.read_text()))
         self.snapshots[step] = self.producer.state()
+        if self.config.debug.keep_rollouts:
+            self.rollout_log = RolloutLog(self.ctx.run_dir / "rollouts.jsonl", step)
 
     async def _with_beats(self, work: Awaitable[None]) -> None:
         """Run `work` while telling the supervisor that this event loop is alive, and watching for the request to
@@ -166,6 +170,8 @@ class Orchestrator:
                     self.unsaved.add(step)
                 self.step_ready.notify_all()
             self._log_step(groups, batches, waited_s, since_last_s)
+            if self.rollout_log is not None:
+                self.rollout_log.write(groups)
 
     def _due(self, version: int) -> bool:
         interval = self.config.eval.interval

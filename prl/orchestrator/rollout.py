@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prl.models.chat import Message
+
 
 @dataclass
 class Generation:
@@ -58,6 +60,7 @@ class Rollout:
     truncated: bool
     turns: int
     advantage: float = 0.0
+    messages: list[Message] = field(default_factory=list)  # what was said, for people
 
     @property
     def oldest_version(self) -> int:

@@ -154,4 +154,5 @@ class RolloutRunner:
             completion_tokens=conversation.completion_tokens,
             truncated=conversation.truncated,
             turns=conversation.turns,
+            messages=conversation.messages,
         )

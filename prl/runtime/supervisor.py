@@ -253,6 +253,9 @@ class Supervisor:
         self.home.progress.update(self.view, self.status.state)
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
             self.status.update(state="running", began=True, **self._snapshot())
+            if self.plan.config.job == "inference":
+                urls = ", ".join(self.leases.endpoints[role.name] for role in self.plan.roles_of("inference"))
+                self.home.progress.note(f"serving {self.plan.config.model.name} at {urls}; Ctrl-C stops")
         else:
             self.status.update(**self._snapshot())
 
