@@ -46,6 +46,7 @@ class Orchestrator:
         self.batches: dict[int, list[TrainBatch]] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}  # producer state after each handed-out step
         self.unsaved: set[int] = set()  # steps to checkpoint whose trainer part is not on disk yet
+        self.last_fetched = ctx.resume_step  # newest step that any rank has fetched
         self.stop_at: int | None = None  # first step that nobody will train
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.prepared = asyncio.Event()  # neighbours are up, and everything below exists
@@ -121,7 +122,7 @@ class Orchestrator:
 
     async def _stop_after_current(self) -> None:
         async with self.step_ready:
-            self.stop_at = max(self.batches, default=self.ctx.resume_step) + 1
+            self.stop_at = self.last_fetched + 1  # ranks that lag behind still get what another one already has
             self.step_ready.notify_all()
 
     # --- the main work ------------------------------------------------------------------------------------------------
@@ -164,7 +165,8 @@ class Orchestrator:
                 self.ready_since[step] = time.perf_counter()
                 for old in [s for s in self.batches if s < step - self.config.algo.max_off_policy_steps - 1]:
                     del self.batches[old]
-                for old in [s for s in self.snapshots if s < min(self.unsaved | {step - 8})]:
+                # a stop saves the step in training, which is never older than the version that the engines serve
+                for old in [s for s in self.snapshots if s < min(self.unsaved | {self.served})]:
                     del self.snapshots[old]
                 if meta["checkpoint"]:
                     self.unsaved.add(step)
@@ -202,6 +204,7 @@ class Orchestrator:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.step_ready.wait(), left)
             if step in self.batches and not self._stopped_before(step):
+                self.last_fetched = max(self.last_fetched, step)
                 if data_rank == 0:
                     self.handed[step] = (time.perf_counter(), self.runner.stats.clock.seconds())
                 return self.batches[step][data_rank].to_bytes()

@@ -282,7 +282,8 @@ class Supervisor:
         """Orderly stop after a signal: the workers save and return, then the rest ends in reverse order of starting."""
         was_running = all(child.pulse.ready or not child.alive for child in self.children)
         self.status.update(state="stopping", **self._snapshot())
-        self.home.progress.note("stopping: saving a checkpoint; a second signal ends everything at once")
+        saves = "" if self.plan.config.job == "inference" else ": saving a checkpoint"
+        self.home.progress.note(f"stopping{saves}; a second signal ends everything at once")
         failure = None
         if was_running:
             for child in self._stop_targets():
