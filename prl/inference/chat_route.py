@@ -7,6 +7,7 @@ import uuid
 from typing import Any
 
 from aiohttp import web
+from jinja2 import TemplateError
 
 from prl.inference.generate_route import usage
 from prl.inference.requests import make_request, read_object, refuse
@@ -31,7 +32,7 @@ def add_chat_routes(app: web.Application, worker: EngineWorker, model_name: str)
 
     async def chat(http: web.Request) -> web.Response:
         body, renderer = await read_object(http), worker.renderer
-        prompt_ids = renderer.encode(renderer.text(parse_messages(body), add_generation_prompt=True))
+        prompt_ids = render(renderer, parse_messages(body))
         body["request_id"] = body.get("request_id") or f"chatcmpl-{uuid.uuid4().hex}"
         request = make_request(body, prompt_ids, chat_sampling(body), model_name, worker.engine.config.max_model_len)
         sequences = await worker.generate(request)
@@ -68,6 +69,15 @@ def parse_messages(body: dict[str, Any]) -> list[Message]:
             raise ValueError("a message's content must be a string or a list of text parts")
         parsed.append({**message, "content": content})
     return parsed
+
+
+def render(renderer: ChatRenderer, messages: list[Message]) -> list[int]:
+    """The prompt's tokens. Raises ValueError when the chat template does not take the messages."""
+    try:
+        text = renderer.text(messages, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    return renderer.encode(text)
 
 
 def chat_sampling(body: dict[str, Any]) -> dict[str, Any]:

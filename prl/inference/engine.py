@@ -86,15 +86,17 @@ class TorchEngine:
         self.waiting += sequences
 
     def abort(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """End those that have not finished, with reason "abort" and what they have so far; returns these."""
+        """End those that have not finished, with reason "abort" and what they have so far; returns these.
+
+        Prepared sequences that were never submitted end likewise.
+        """
         aborted = [s for s in sequences if s.finish_reason is None]
         for sequence in aborted:
             sequence.finish_reason = "abort"
             self.stats.finished["abort"] += 1
             if sequence.slot >= 0:
                 self._leave(sequence)
-            else:
-                self.waiting.remove(sequence)
+        self.waiting = [s for s in self.waiting if s.finish_reason is None]
         return aborted
 
     @property
@@ -110,7 +112,7 @@ class TorchEngine:
         """
         if not self.weights_awake:
             raise ValueError("the weights sleep: /wake_up?tags=weights before updating them")
-        self.epoch += 1
+        self.reset_prefix_cache()  # also makes slots, and so batches, those of an engine that just started
         try:
             load_weights(self.model, tensors)
         except ValueError:
@@ -135,8 +137,8 @@ class TorchEngine:
             self.waiting.append(sequence)
             self.stats.preemptions += 1
         self.cache.release()
-        self.model.to("cpu" if level == 1 else "meta")
         self.has_weights &= level == 1
+        self.model.to("cpu" if self.has_weights else "meta")  # those of a failed update, too, are worth nothing
         self.weights_awake = self.cache_awake = False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -228,7 +230,8 @@ class TorchEngine:
         if sequence is not leader:
             self.cache.copy(leader.slot, sequence.slot, length)
             self.stats.prefix_hits += length - sequence.computed
-        self.stats.prompt_tokens += sequence.num_prompt
+        if not sequence.num_generated:  # not again after sleep
+            self.stats.prompt_tokens += sequence.num_prompt
         sequence.computed = length
         if routed is not None:
             sequence.routed = [routed]

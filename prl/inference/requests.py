@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from typing import Any
 
@@ -41,7 +42,7 @@ async def read_object(http: web.Request) -> dict[str, Any]:
     """The body as a JSON object; an empty body is an empty object. Raises ValueError."""
     try:
         body = json.loads(await http.text() or "{}")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, LookupError, RecursionError) as error:  # LookupError: a charset that does not exist
         raise ValueError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
@@ -119,8 +120,8 @@ def _present(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any, name: str) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{name} must be a number, not {value!r}")
+    if type(value) not in (int, float) or abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number, not {str(value)[:50]}")
     return float(value)
 
 

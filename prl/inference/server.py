@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -84,8 +85,16 @@ def load_engine(config: RunConfig, init_model_path: str | None) -> tuple[TorchEn
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     tokenizer = load_tokenizer(config.model, path)
     model = load_model(path, config.model.card, dtype, pick_device(config.deployment.device))
-    eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    eos = eos_token_ids(tokenizer.eos_token_id, path, config.model.card.vocab_size)
     return TorchEngine(model, config.inference, eos), ChatRenderer(tokenizer)
+
+
+def eos_token_ids(of_tokenizer: int | None, path: Path, vocab: int) -> tuple[int, ...]:
+    """What ends a completion: the tokenizer's EOS, and what generation_config.json adds to it, as in vLLM."""
+    file = path / "generation_config.json"
+    added = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = [of_tokenizer, *(added if isinstance(added, list) else [added])]
+    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab))  # a model has no others to draw
 
 
 def pick_device(kind: str) -> torch.device:

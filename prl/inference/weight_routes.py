@@ -53,7 +53,7 @@ def add_weight_routes(app: web.Application, worker: EngineWorker, verify_checksu
         info = _object(await read_object(http), "update_info")
         try:
             staged += await asyncio.to_thread(lambda: list(receive(info, verify_checksum)))
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, TypeError) as error:
             raise ValueError(f"the weights cannot be fetched: {type(error).__name__}: {error}") from error
         return web.json_response({"message": "Weights updated"})
 

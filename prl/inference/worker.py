@@ -40,7 +40,7 @@ class EngineWorker:
         self.results: dict[Sequence, asyncio.Future[Sequence]] = {}  # the event loop's
         self.held: list[tuple[Request, list[Sequence]]] = []  # arrived while paused
         self.admitting = True  # False while paused: new requests are held
-        self.frozen = False  # paused with mode keep: running ones stand still too
+        self.frozen = False  # paused with mode keep: running ones stand still too; the engine thread's
         self.arrivals = 0
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
@@ -74,7 +74,8 @@ class EngineWorker:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.engine.waiting) + sum(len(sequences) for _, sequences in self.held)
+        """Sequences asked for and not running: held, on their way to the engine, queued, or in prefill."""
+        return max(len(self.results) - len(self.engine.running), 0)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -103,12 +104,8 @@ class EngineWorker:
     async def abort(self, request_ids: list[str] | None) -> int:
         """End requests (None: all) with finish_reason "abort" and what they have so far; returns how many."""
         chosen = [s for s in self.results if request_ids is None or s.request.request_id in request_ids]
-        held = {s for _, sequences in self.held for s in sequences}
         self.held = [item for item in self.held if item[1][0] not in chosen]
-        for sequence in held.intersection(chosen):  # never started: an empty completion
-            sequence.finish_reason = "abort"
-        self._deliver([s for s in chosen if s in held])
-        await self.run(lambda: self._abort([s for s in chosen if s not in held]))
+        await self.run(lambda: self._abort(chosen))
         return len({s.request.request_id for s in chosen})
 
     # --- control ------------------------------------------------------------------------------------------------------
@@ -119,14 +116,13 @@ class EngineWorker:
 
     async def pause(self, mode: PauseMode) -> None:
         """abort: end all requests now; wait: let them finish; keep: freeze them. New requests are held back."""
-        self.admitting, self.frozen = False, mode == "keep"
+        self.admitting = False
+        await self.run(lambda: setattr(self, "frozen", mode == "keep"))  # as a job: in order with those of `resume`
         if mode == "abort":
             await self.abort(None)
         elif mode == "wait":
             while await self.run(lambda: self.engine.busy) and self.paused:
                 await asyncio.sleep(0.005)
-        else:
-            await self.run(lambda: None)  # the step under way is over
 
     async def resume(self) -> None:
         """Go on, and admit what arrived meanwhile in order of priority and request id, all before the next step."""
