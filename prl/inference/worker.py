@@ -63,7 +63,7 @@ class EngineWorker:
 
     def _need(self) -> tuple[TorchEngine, ChatRenderer]:
         if self.error is not None:
-            raise EngineUnavailable(f"the engine died: {type(self.error).__name__}: {self.error}")
+            raise _death(self.error)
         if self._loaded is None:
             raise EngineUnavailable("the model is still loading")
         return self._loaded
@@ -148,7 +148,7 @@ class EngineWorker:
         future: asyncio.Future[T] = self.loop.create_future()
         with self.wake:
             if self.error is not None:
-                raise EngineUnavailable(f"the engine died: {self.error}") from self.error
+                raise _death(self.error) from self.error
             self.jobs.append((job, future))
             self.wake.notify()
         return future
@@ -198,9 +198,13 @@ class EngineWorker:
 
     def _fail_all(self) -> None:
         self.settled.set()
-        dead = EngineUnavailable(f"the engine died: {type(self.error).__name__}: {self.error}")
+        assert self.error is not None
         for future in [*(future for _, future in self.jobs), *self.results.values()]:
-            _settle(future, None, dead)
+            _settle(future, None, _death(self.error))
+
+
+def _death(error: BaseException) -> EngineUnavailable:
+    return EngineUnavailable(f"the engine died: {type(error).__name__}: {error}")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
