@@ -95,6 +95,45 @@ def test_logprobs_are_those_of_a_full_forward_pass_whatever_shares_the_batch() -
         torch.testing.assert_close(torch.tensor(sequence.logprobs), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=1.4, top_k=5, min_p=0.02, seed=2, max_tokens=20, ignore_eos=True),
+        SamplingParams(min_tokens=20, stop_token_ids=tuple(range(200)), seed=3, max_tokens=20),
+    ],
+    ids=["top_p", "top_k and min_p", "min_tokens"],
+)
+def test_logprobs_are_those_of_the_filtered_distribution(params: SamplingParams) -> None:
+    engine = make_engine(MODEL)
+    sequences = [add(engine, prompt(n, seed=n), params)[0] for n in (4, 40)]
+    finish(engine)
+    for sequence in sequences:
+        ids, start = torch.tensor(sequence.token_ids), sequence.num_prompt - 1
+        with torch.no_grad():
+            hidden = MODEL(ids, torch.arange(len(ids)), packed_attention([len(ids)], CPU))
+            logits = MODEL.logits(hidden)[start:-1].double() / params.temperature
+        if params.min_tokens:
+            logits[:, [*range(200), END]] = -torch.inf
+        for row, token, logprob in zip(logits, sequence.completion_ids, sequence.logprobs, strict=True):
+            kept = kept_tokens(row.softmax(-1), params)
+            assert token in kept
+            assert logprob == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=1e-5)
+
+
+def kept_tokens(probs: torch.Tensor, p: SamplingParams) -> list[int]:
+    """What min-p, top-k and top-p leave of probs [V], one token at a time."""
+    order = probs.argsort(descending=True).tolist()
+    order = [i for i in order if probs[i] >= p.min_p * probs[order[0]]][: p.top_k or None]
+    if p.top_p == 1:
+        return order
+    total, mass, kept = probs[order].sum().item(), 0.0, []
+    while mass < p.top_p * total:
+        kept.append(order[len(kept)])
+        mass += probs[kept[-1]].item()
+    return kept
+
+
 def test_routed_experts_are_those_of_a_full_forward_pass() -> None:
     engine = make_engine(return_routed_experts=True)
     sequences = add(engine, prompt(20), SamplingParams(n=3, max_tokens=10, ignore_eos=True, seed=1))
@@ -202,6 +241,33 @@ def test_a_seeded_request_draws_the_same_tokens_in_any_company() -> None:
     finish(crowded)
     assert [s.token_ids for s in first] == [s.token_ids for s in second]
     assert first[0].token_ids != first[1].token_ids
+
+
+def test_requests_together_give_the_bits_of_a_fresh_engine_whatever_the_engine_did_before() -> None:
+    def bits(engine: TorchEngine) -> list[tuple[list[int], list[float]]]:
+        sequences = []
+        for i in range(7):  # 14 sequences over 8 slots
+            params = SamplingParams(n=2, max_tokens=6 + 2 * i, seed=i, top_p=0.95, ignore_eos=True)
+            sequences += add(engine, prompt(5 + 4 * i, seed=i % 4), params, arrival=i)
+        finish(engine)
+        return [(s.token_ids, s.logprobs) for s in sequences]
+
+    same = list(hf_tensors(random_model(moe_card())))
+    fresh = make_engine()
+    first = bits(fresh)
+    for event in ("load", "reset", "sleep"):
+        used = make_engine()
+        for i in range(11):
+            add(used, prompt(9 + 5 * i, seed=90 + i), SamplingParams(max_tokens=3 + i, ignore_eos=True))
+        finish(used)
+        if event == "load":
+            used.load(same, "1")
+        elif event == "reset":
+            used.reset_prefix_cache()
+        else:
+            used.sleep(1)
+            used.wake_up()
+        assert bits(used) == first, event
 
 
 def test_unseeded_requests_differ() -> None:
@@ -361,6 +427,34 @@ def test_a_failed_load_leaves_no_usable_weights_until_one_succeeds() -> None:
     assert engine.version == "0"
     engine.load(OTHER, "2")
     assert engine.has_weights
+
+
+def test_a_load_frees_the_slots_whose_prefixes_nobody_can_find_any_more() -> None:
+    engine = make_engine()
+    add(engine, prompt(24), SamplingParams(n=3, max_tokens=2, seed=1))
+    finish(engine)
+    assert len(engine.cache.cached) == 3
+    engine.load(OTHER, "1")
+    assert not engine.cache.cached
+    assert engine.cache.num_free == 8
+
+
+def test_dropped_weights_stay_dropped_however_often_it_sleeps() -> None:
+    engine = make_engine()
+    (sequence,) = add(engine, prompt(10))
+    engine.step()
+    for level in (2, 1, 2, 1):
+        engine.sleep(level)
+        assert all(p.is_meta for p in engine.model.parameters())
+    engine.wake_up()
+    assert not engine.has_weights
+    engine.load(OTHER, "1")
+    finish(engine)
+    assert sequence.version_spans() == [
+        {"version": "0", "start": 0, "end": 2},
+        {"version": "1", "start": 2, "end": 12},
+    ]
+    assert engine.stats.prompt_tokens == 10  # counted once, though computed twice
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from inference_server import TOKEN, Client, running_server
+from jinja2 import TemplateError
 
 from prl.config.errors import UserError
 from prl.inference import server
+from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import hf_tensors, random_checkpoint
 from prl.models.qwen3 import Qwen3Model
 from prl.transport.weights import FilesystemPublisher, SharedMemoryPublisher
@@ -97,6 +99,8 @@ def test_the_same_seed_gives_the_same_completion_among_other_requests(client: Cl
     ("body", "words"),
     [
         (b"{", "not JSON"),
+        (b"\xff{", "not JSON"),
+        pytest.param(b"[" * 200_000, "not JSON", id="deep"),
         ([], "object"),
         ({}, "token_ids"),
         ({"token_ids": []}, "empty"),
@@ -111,6 +115,9 @@ def test_the_same_seed_gives_the_same_completion_among_other_requests(client: Cl
         ({"token_ids": [1], "priority": "high"}, "priority"),
         ({"token_ids": [1], "sampling_params": []}, "sampling_params"),
         ({"token_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
+        ({"token_ids": [1], "sampling_params": {"temperature": float("nan")}}, "temperature"),
+        pytest.param({"token_ids": [1], "sampling_params": {"temperature": 10**400}}, "temperature", id="huge"),
+        ({"token_ids": [10**30]}, "token ids"),
         ({"token_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
         ({"token_ids": [1], "sampling_params": {"n": 1.5}}, "n must be an integer"),
         ({"token_ids": [1], "sampling_params": {"seed": 1 << 70}}, "seed"),
@@ -178,6 +185,16 @@ def test_chat_refuses_what_it_would_ignore(client: Client, change: dict, words: 
     reply = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **change})
     assert reply.status == 400
     assert words in reply.body["error"]["message"]
+
+
+def test_a_chat_template_that_refuses_the_messages_is_the_clients_error(client: Client, monkeypatch) -> None:
+    def refuse(*args, **options):
+        raise TemplateError("roles must alternate")
+
+    monkeypatch.setattr(ChatRenderer, "text", refuse)
+    reply = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+    assert reply.status == 400
+    assert "roles must alternate" in reply.body["error"]["message"]
 
 
 # --- keys and health --------------------------------------------------------------------------------------------------
@@ -386,7 +403,13 @@ def test_updates_out_of_order_or_damaged_change_nothing(client: Client, tmp_path
     assert reply.status == 400
     assert "damaged" in reply.body["error"]["message"]
     gone = {"type": "filesystem", "path": str(tmp_path / "nowhere")}
-    assert client.post("/update_weights", {"update_info": gone}).status == 400
+    for wrong in (
+        gone,
+        {"type": "filesystem", "path": 3},
+        {"type": "shared_memory", "path": "/dev/null"},
+        {"type": "x"},
+    ):
+        assert client.post("/update_weights", {"update_info": wrong}).status == 400, wrong
     assert client.post("/finish_weight_update", {"weight_version": "99"}).status == 400
     assert client.get("/weight_info").body == version
     assert client.generate().status == 200

@@ -1,4 +1,4 @@
-"""Trainer and built-in engine compute the same log-probabilities: the engine's samples through the trainer's forward."""
+"""Trainer and built-in engine agree: what the engine sampled, through the trainer's own forward pass."""
 
 from __future__ import annotations
 

@@ -14,21 +14,21 @@ from prl.inference.sequences import Request
 from prl.inference.server import load_engine
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP = 16, 48, 8
+ROUNDS = 5
 
 
-def submit_groups(engine: TorchEngine, groups: int) -> None:
-    """`groups` prompts with GROUP completions each, as the orchestrator sends them."""
-    for group in range(groups):
-        prompt = [(group * 7 + i) % engine.vocab for i in range(PROMPT_TOKENS)]
-        for member in range(GROUP):
-            params = SamplingParams(seed=group * GROUP + member, max_tokens=COMPLETION_TOKENS, ignore_eos=True)
-            engine.submit(engine.prepare(Request(f"{group}-{member}", prompt, params, arrival=group * GROUP + member)))
+def submit(engine: TorchEngine, sequences: int) -> None:
+    """Prompts with GROUP completions each, as the orchestrator sends them."""
+    for i in range(sequences):
+        prompt = [(i // GROUP * 7 + j) % engine.vocab for j in range(PROMPT_TOKENS)]
+        params = SamplingParams(seed=i, max_tokens=COMPLETION_TOKENS, ignore_eos=True)
+        engine.submit(engine.prepare(Request(str(i), prompt, params, arrival=i)))
 
 
-def measure(engine: TorchEngine, groups: int) -> float:
+def measure(engine: TorchEngine, sequences: int) -> float:
     """Generated tokens per second until all are done."""
     engine.reset_prefix_cache()
-    submit_groups(engine, groups)
+    submit(engine, sequences)
     before, started = engine.stats.generation_tokens, time.perf_counter()
     while engine.busy:
         engine.step()
@@ -41,10 +41,13 @@ def main() -> None:
     engine, _ = load_engine(config, None)
     slots = config.inference.max_num_seqs
     print(f"{config.model.name} on {engine.device}, {torch.get_num_threads()} threads, {slots} slots")
-    measure(engine, max(slots // GROUP, 1))  # warms up
-    for sequences in sorted({GROUP, max(slots // 4, GROUP), slots, 2 * slots}):
-        rate = max(measure(engine, sequences // GROUP) for _ in range(3))
-        print(f"{sequences:5d} sequences of {PROMPT_TOKENS}+{COMPLETION_TOKENS} tokens: {rate:9,.0f} tokens/s")
+    measure(engine, slots)  # warms up
+    for sequences in sorted({1, GROUP, max(slots // 4, 1), slots, 2 * slots}):
+        rates = sorted(measure(engine, sequences) for _ in range(ROUNDS))
+        print(
+            f"{sequences:5d} sequences of {PROMPT_TOKENS}+{COMPLETION_TOKENS} tokens: "
+            f"{rates[ROUNDS // 2]:7,.0f} tokens/s (median of {ROUNDS}; {rates[0]:,.0f} to {rates[-1]:,.0f})"
+        )
 
 
 if __name__ == "__main__":
