@@ -109,10 +109,10 @@ def test_requests_in_prefill_count_as_waiting(play, monkeypatch) -> None:
     async def scenario(worker: EngineWorker) -> None:
         tasks = [asyncio.ensure_future(worker.generate(request(name, n=2))) for name in "abc"]
         await until(reached.is_set)
-        assert (worker.num_waiting, len(worker.engine.running)) == (6, 0)
+        assert worker.counts == (0, 6)
         go.set()
         await asyncio.gather(*tasks)
-        assert (worker.num_waiting, len(worker.engine.running)) == (0, 0)
+        assert worker.counts == (0, 0)
 
     play(scenario)
 
@@ -122,9 +122,9 @@ def test_a_request_cancelled_while_held_leaves_nothing_behind(play) -> None:
         await worker.pause("keep")
         gone = asyncio.ensure_future(worker.generate(request("a", n=3)))
         kept = asyncio.ensure_future(worker.generate(request("b")))
-        await until(lambda: worker.num_waiting == 4)
+        await until(lambda: worker.counts == (0, 4))
         gone.cancel()
-        await until(lambda: worker.num_waiting == 1)
+        await until(lambda: worker.counts == (0, 1))
         await worker.resume()
         (sequence,) = await kept
         assert sequence.finish_reason == "length"
@@ -180,8 +180,7 @@ def test_more_completions_than_slots_all_come_and_can_be_aborted_half_way(play) 
     async def scenario(worker: EngineWorker) -> None:
         assert [s.index for s in await worker.generate(request("a", n=11))] == list(range(11))
         task = asyncio.ensure_future(worker.generate(request("b", 100, n=11)))
-        await until(lambda: len(worker.engine.running) == 4)
-        assert worker.num_waiting == 7
+        await until(lambda: worker.counts == (4, 7))
         assert await worker.abort(["b"]) == 1
         assert {s.finish_reason for s in await task} == {"abort"}
         assert worker.engine.cache.num_free == 4

@@ -20,10 +20,11 @@ def add_metrics_route(app: web.Application, worker: EngineWorker, model_name: st
 def prometheus_text(worker: EngineWorker, model_name: str) -> str:
     """Gauges and counters of the engine in the Prometheus text format."""
     engine, stats = worker.engine, worker.engine.stats
+    running, waiting = worker.counts
     families = [
-        ("gauge", "num_requests_running", len(engine.running)),
-        ("gauge", "num_requests_waiting", worker.num_waiting),
-        ("gauge", "kv_cache_usage_perc", len(engine.running) / engine.config.max_num_seqs),
+        ("gauge", "num_requests_running", running),
+        ("gauge", "num_requests_waiting", waiting),
+        ("gauge", "kv_cache_usage_perc", running / engine.config.max_num_seqs),
         ("gauge", "engine_sleep_state", int(not engine.awake)),
         ("counter", "prompt_tokens_total", stats.prompt_tokens),
         ("counter", "generation_tokens_total", stats.generation_tokens),

@@ -73,9 +73,10 @@ class EngineWorker:
         return not self.admitting
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences asked for and not running: held, on their way to the engine, queued, or in prefill."""
-        return max(len(self.results) - len(self.engine.running), 0)
+    def counts(self) -> tuple[int, int]:
+        """Sequences (running, waiting); waiting are those held, on their way to the engine, queued, or in prefill."""
+        running = len(self.engine.running)  # read once, so that the sum is right while the engine moves on
+        return running, max(len(self.results) - running, 0)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
