@@ -27,11 +27,12 @@ class Progress:
         self.phase = ""
         self.drawn_s = 0.0
         self.pending = False
+        self.shown_step = 0
         self.live: Live | None = None
 
     def begin(self, phase: str) -> None:
         self.phase, self.started_s = phase, time.monotonic()
-        self.drawn_s, self.pending = 0.0, False
+        self.drawn_s, self.pending, self.shown_step = 0.0, False, 0
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -56,6 +57,7 @@ class Progress:
     def end(self, view: RunView) -> None:
         """The last step of a phase is always shown."""
         self.pending = view.poll() or self.pending
+        self.pending |= view.step != self.shown_step  # whoever asked for the final step has polled already
         if self.mode == "plain" and self.pending:
             self._print(view)
         elif self.live is not None:
@@ -68,7 +70,7 @@ class Progress:
             self.live = None
 
     def _print(self, view: RunView) -> None:
-        self.drawn_s, self.pending = time.monotonic(), False
+        self.drawn_s, self.pending, self.shown_step = time.monotonic(), False, view.step
         cells = "  ".join(f"{label} {value}" for label, value in view.cells())
         print(f"[{self.phase}] step {view.step}/{view.max_steps}  {cells}", flush=True)
 
