@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp.test_utils import TestClient, TestServer
 from tiny import END, byte_tokenizer, moe_card, random_model
 
+from prl.config import compose
 from prl.config.schema import InferenceConfig
 from prl.inference import engine as engine_module
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request, Sequence
+from prl.inference.server import build_app, eos_token_ids
 from prl.inference.worker import EngineUnavailable, EngineWorker
 from prl.models.chat import ChatRenderer
 
+KEY = {"Authorization": "Bearer key"}
 MODEL = random_model(moe_card()).requires_grad_(False).eval()
 
 
@@ -205,9 +209,25 @@ def test_after_the_engines_death_everything_is_refused_and_nothing_hangs(play, m
     play(scenario)
 
 
-def test_eos_comes_from_tokenizer_and_generation_config(tmp_path: Path) -> None:
-    from prl.inference.server import eos_token_ids
+def test_health_is_503_once_the_engine_is_dead_and_other_routes_say_why(play, monkeypatch) -> None:
+    config = compose([], config_name="inference")
 
+    async def scenario(worker: EngineWorker) -> None:
+        async with TestClient(TestServer(build_app(worker, config, [b"key"]))) as client:
+            assert (await client.get("/health")).status == 200
+            monkeypatch.setattr(TorchEngine, "step", lambda engine: 1 // 0)
+            with pytest.raises(EngineUnavailable):
+                await worker.generate(request("a"))
+            assert (await client.get("/health")).status == 503
+            for call in (client.get("/metrics", headers=KEY), client.post("/resume", headers=KEY)):
+                reply = await call
+                assert reply.status == 503
+                assert "ZeroDivisionError" in (await reply.json())["error"]["message"]
+
+    play(scenario)
+
+
+def test_eos_comes_from_tokenizer_and_generation_config(tmp_path: Path) -> None:
     assert eos_token_ids(7, tmp_path, 10) == (7,)
     assert eos_token_ids(None, tmp_path, 10) == ()
     for text, expected in (
