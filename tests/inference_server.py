@@ -103,11 +103,14 @@ class Client:
 
 
 @contextmanager
-def running_server(overrides: list[str], cache_dir: Path, wait: bool = True) -> Iterator[Client]:
-    """A server with random weights; `wait` until it is ready."""
+def running_server(
+    overrides: list[str], cache_dir: Path, wait: bool = True, job: str = "inference"
+) -> Iterator[Client]:
+    """A server with random weights, on its own or as in a run with trainer; `wait` until it is ready."""
     torch.set_num_threads(1)  # the engine shares the cores with the tests
     config = compose([f"cache_dir={cache_dir}", "deployment.device=cpu", *overrides], config_name="inference")
-    ctx = ServerContext(make_plan(config), socket.create_server(("127.0.0.1", 0)))
+    plan = make_plan(config).model_copy(update={"config": config.model_copy(update={"job": job})})
+    ctx = ServerContext(plan, socket.create_server(("127.0.0.1", 0)))
     error: list[BaseException] = []
 
     def serve() -> None:

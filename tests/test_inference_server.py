@@ -209,6 +209,15 @@ def test_every_route_but_health_wants_one_of_the_two_keys(client: Client) -> Non
         assert client.get("/v1/models", key=key).status == 200
 
 
+@pytest.mark.parametrize(("job", "status"), [("inference", 200), ("rl", 401)])
+def test_without_a_key_variable_only_servers_on_their_own_are_open(cache_dir, job: str, status: int) -> None:
+    with running_server([], cache_dir, job=job) as client:
+        for key in (None, "", "anything"):
+            assert client.get("/v1/models", key=key).status == status
+            assert client.post("/pause?mode=keep", key=key).status == status
+        assert client.get("/v1/models", key=TOKEN).status == 200
+
+
 @pytest.mark.parametrize("value", [None, ""], ids=["unset", "empty"])
 def test_a_key_variable_without_a_key_is_a_user_error(monkeypatch, value: str | None) -> None:
     monkeypatch.delenv("PRL_TEST_KEY", raising=False)
