@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import json
 import socket
@@ -216,6 +217,18 @@ def test_without_a_key_variable_only_servers_on_their_own_are_open(cache_dir, jo
             assert client.get("/v1/models", key=key).status == status
             assert client.post("/pause?mode=keep", key=key).status == status
         assert client.get("/v1/models", key=TOKEN).status == 200
+
+
+def test_an_open_server_answers_no_web_pages(cache_dir) -> None:
+    """A page in a local browser sends an Origin, or, by DNS rebinding, a Host of its own."""
+    with running_server([], cache_dir, job="inference") as client:
+        statuses = []
+        for headers in ({}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}):
+            connection = http.client.HTTPConnection("127.0.0.1", client.port)
+            connection.request("POST", "/pause?mode=keep", headers=headers)
+            statuses.append(connection.getresponse().status)
+            connection.close()
+        assert statuses == [200, 401, 401, 401]
 
 
 @pytest.mark.parametrize("value", [None, ""], ids=["unset", "empty"])

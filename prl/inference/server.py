@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from prl.config.errors import UserError
+from prl.config.rules import LOOPBACK_HOSTS
 from prl.config.schema import RunConfig
 from prl.inference.chat_route import add_chat_routes
 from prl.inference.control_routes import add_control_routes
@@ -132,6 +133,12 @@ def build_app(worker: EngineWorker, config: RunConfig, keys: list[bytes]) -> web
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def _from_a_browser_page(request: web.Request) -> bool:
+    """Whether a web page may be behind a request: it has an Origin, or a Host that only DNS rebinding points here."""
+    host = (request.url.host or "").strip("[]")
+    return "Origin" in request.headers or host not in LOOPBACK_HOSTS
+
+
 def _guard(keys: list[bytes], settled: asyncio.Event) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -139,6 +146,8 @@ def _guard(keys: list[bytes], settled: asyncio.Event) -> Middleware:
         known = [hmac.compare_digest(given.encode(errors="surrogateescape"), key) for key in keys]
         if keys and request.path not in OPEN_ROUTES and not (scheme.lower() == "bearer" and any(known)):
             return error_response(401, "wrong or missing API key")
+        if not keys and request.path not in OPEN_ROUTES and _from_a_browser_page(request):
+            return error_response(401, "a server without an API key answers no web pages; set inference.api_key_var")
         if request.path not in OPEN_ROUTES:  # what comes while the model loads waits for it
             await settled.wait()
         if request.path in GENERATING_ROUTES:
