@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from prl.config.errors import UserError
-from prl.config.rules import LOOPBACK_HOSTS
+from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.config.schema import RunConfig
 from prl.inference.chat_route import add_chat_routes
 from prl.inference.control_routes import add_control_routes

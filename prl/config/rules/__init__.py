@@ -1,0 +1,55 @@
+"""Rules across config groups. Each is a small function that yields what is broken; all of them are always asked."""
+
+from __future__ import annotations
+
+from prl.config.availability import not_available
+from prl.config.errors import UserError
+from prl.config.rules import deployment, memory, model, parallelism, rl, sft
+from prl.config.rules.rule import Rule
+from prl.config.schema import RunConfig
+
+COMMON_RULES: tuple[Rule, ...] = (
+    model.card_is_complete,
+    model.random_model_names_its_tokenizer,
+    deployment.gpus_suffice,
+    rl.there_is_an_engine,
+    rl.open_servers_have_a_key,
+)
+TRAIN_RULES: tuple[Rule, ...] = (
+    parallelism.ep_divides_experts,
+    parallelism.ep_fits_the_fsdp_island,
+    parallelism.ulysses_divides_heads,
+    parallelism.model_knows_cp_style,
+    parallelism.cp_divides_rows,
+    parallelism.cp_stays_in_a_node,
+    parallelism.mesh_fills_the_devices,
+    parallelism.custom_code_is_there,
+    memory.offloads_exclude_each_other,
+    memory.ac_targets_exist,
+    deployment.fsdp_groups_need_nodes,
+    sft.rows_fill_the_ranks,
+)
+RL_RULES: tuple[Rule, ...] = (
+    rl.colocated_engines_have_a_trainer,
+    rl.there_is_an_env,
+    rl.groups_fill_the_batch,
+    rl.lengths_nest,
+    rl.a_rollout_fits_a_row,
+    rl.overlong_buffer_fits,
+    rl.pass_at_k_needs_sampling,
+    rl.experts_to_return,
+    rl.shared_memory_needs_one_node,
+)
+SFT_RULES: tuple[Rule, ...] = (sft.sft_follows_the_run,)
+
+
+def violations(config: RunConfig) -> list[UserError]:
+    """Every broken rule, most basic first."""
+    found = [violation for rule in COMMON_RULES for violation in rule(config)]
+    if config.job != "inference":
+        found += [violation for rule in TRAIN_RULES for violation in rule(config)]
+    if config.job == "rl":
+        found += [violation for rule in RL_RULES for violation in rule(config)]
+    if config.job == "sft":
+        found += [violation for rule in SFT_RULES for violation in rule(config)]
+    return found + list(not_available(config))

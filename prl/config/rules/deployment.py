@@ -1,0 +1,47 @@
+"""Rules about devices and nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prl.config.errors import UserError
+from prl.config.rules.rule import next_divisor
+from prl.config.schema import RunConfig
+from prl.config.world import resolve_world
+
+
+def gpus_suffice(config: RunConfig) -> Iterator[UserError]:
+    deployment = config.deployment
+    if deployment.device != "cuda" or deployment.type == "multi_node":
+        return
+    train = 0 if config.job == "inference" else resolve_world(config).size
+    infer = 0 if config.job == "sft" else deployment.num_infer_gpus
+    needed = max(train, infer) if deployment.type == "colocated" else train + infer
+    if needed > deployment.gpus_per_node:
+        yield UserError(
+            f"{needed} GPUs are needed and a node has {deployment.gpus_per_node}.",
+            where=f"deployment.gpus_per_node={deployment.gpus_per_node}",
+            why=f"{train} for training and {infer} for inference, deployment {deployment.type}",
+            fix=f"deployment.gpus_per_node={needed}, or a smaller layout such as parallelism=single",
+        )
+
+
+def fsdp_groups_need_nodes(config: RunConfig) -> Iterator[UserError]:
+    deployment = config.deployment
+    group = deployment.nodes_per_fsdp_group
+    if group is None:
+        return
+    if deployment.type != "multi_node":
+        yield UserError(
+            "nodes_per_fsdp_group has no meaning on one node.",
+            where=f"deployment.nodes_per_fsdp_group={group}",
+            why="it cuts the training nodes into FSDP islands",
+            fix="deployment.nodes_per_fsdp_group=null",
+        )
+    elif deployment.num_train_nodes % group:
+        yield UserError(
+            f"{deployment.num_train_nodes} training nodes cannot be cut into islands of {group}.",
+            where=f"deployment.nodes_per_fsdp_group={group}",
+            why="it must divide num_train_nodes",
+            fix=f"deployment.nodes_per_fsdp_group={next_divisor(group, deployment.num_train_nodes)}",
+        )

@@ -1,0 +1,53 @@
+"""Rules about the model card and its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prl.config.errors import UserError
+from prl.config.rules.rule import next_divisor
+from prl.config.schema import RunConfig
+
+
+def card_is_complete(config: RunConfig) -> Iterator[UserError]:
+    card = config.model.card
+    if card.num_attention_heads % card.num_key_value_heads:
+        yield UserError(
+            f"{card.num_attention_heads} heads cannot share {card.num_key_value_heads} key/value heads evenly.",
+            where=f"model.card.num_key_value_heads={card.num_key_value_heads}",
+            why="grouped-query attention gives each key/value head the same number of query heads",
+            fix=f"model.card.num_key_value_heads={next_divisor(card.num_key_value_heads, card.num_attention_heads)}",
+        )
+    if card.family == "qwen3_moe":
+        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            if getattr(card, key) == 0:
+                yield UserError(
+                    f"A qwen3_moe card needs {key}.",
+                    where=f"model.card.{key}=0",
+                    why="the architecture is a mixture of experts",
+                    fix=f"model.card.{key}=N, or model.card.family=qwen3",
+                )
+    if card.family == "qwen3" and card.intermediate_size == 0:
+        yield UserError(
+            "A qwen3 card needs intermediate_size.",
+            where="model.card.intermediate_size=0",
+            why="a dense model has one MLP in each layer",
+            fix=f"model.card.intermediate_size={2 * card.hidden_size}",
+        )
+    if card.num_experts_per_tok > card.num_experts:
+        yield UserError(
+            f"A token cannot go to {card.num_experts_per_tok} of {card.num_experts} experts.",
+            where=f"model.card.num_experts_per_tok={card.num_experts_per_tok}",
+            why="num_experts_per_tok is at most num_experts",
+            fix=f"model.card.num_experts_per_tok={card.num_experts}",
+        )
+
+
+def random_model_names_its_tokenizer(config: RunConfig) -> Iterator[UserError]:
+    if config.model.path is None and config.model.tokenizer is None:
+        yield UserError(
+            "The model has neither a checkpoint nor a tokenizer.",
+            where="model.path=null, model.tokenizer=null",
+            why="without a path there is no directory to take a tokenizer from",
+            fix="model.tokenizer=byte",
+        )

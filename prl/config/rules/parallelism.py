@@ -1,0 +1,126 @@
+"""Rules about the mesh, EP and CP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prl.config.errors import UserError
+from prl.config.rules.rule import next_divisor
+from prl.config.schema import RunConfig
+from prl.config.world import requested_devices, resolve_world
+
+
+def ep_divides_experts(config: RunConfig) -> Iterator[UserError]:
+    ep, card = resolve_world(config).ep, config.model.card
+    if ep == 1:
+        return
+    if card.num_experts == 0:
+        yield UserError(
+            f"{config.model.name} has no experts to spread over {ep} ranks.",
+            where=f"parallelism.ep={ep}",
+            why="expert parallelism needs a mixture of experts",
+            fix="parallelism.ep=1, or a model with experts: model=tiny_qwen3_moe",
+        )
+    elif card.num_experts % ep:
+        yield UserError(
+            f"{card.num_experts} experts cannot be spread evenly over {ep} ranks.",
+            where=f"parallelism.ep={ep}, model.card.num_experts={card.num_experts}",
+            why="ep must divide num_experts",
+            fix=f"parallelism.ep={next_divisor(ep, card.num_experts)}",
+        )
+
+
+def ep_fits_the_fsdp_island(config: RunConfig) -> Iterator[UserError]:
+    world = resolve_world(config)
+    if world.ep > 1 and world.ep % world.cp:
+        yield UserError(
+            f"An expert group of {world.ep} ranks cannot hold whole context groups of {world.cp}.",
+            where=f"parallelism.ep={world.ep}, parallelism.cp={world.cp}",
+            why="ep spans cp and a part of dp_shard, so it must be a multiple of cp",
+            fix=f"parallelism.ep={world.cp * max(1, world.ep // world.cp)}",
+        )
+    elif world.fsdp_island % world.ep:
+        yield UserError(
+            f"An FSDP island of {world.fsdp_island} ranks cannot be cut into expert groups of {world.ep}.",
+            where=f"parallelism.ep={world.ep}, parallelism.dp_shard={world.dp_shard}, parallelism.cp={world.cp}",
+            why="ep must divide dp_shard * cp",
+            fix="parallelism.dp_shard=auto deployment.num_train_gpus=auto",
+        )
+
+
+def ulysses_divides_heads(config: RunConfig) -> Iterator[UserError]:
+    cp, card = config.parallelism.cp, config.model.card
+    if cp > 1 and config.parallelism.cp_style == "ulysses" and card.num_attention_heads % cp:
+        ring = " or parallelism.cp_style=ring" if "ring" in card.cp_styles else ""
+        yield UserError(
+            f"Ulysses cannot give {card.num_attention_heads} attention heads to {cp} ranks evenly.",
+            where=f"parallelism.cp={cp}, model.card.num_attention_heads={card.num_attention_heads}",
+            why="Ulysses exchanges sequence for heads, so cp must divide the number of attention heads",
+            fix=f"parallelism.cp={next_divisor(cp, card.num_attention_heads)}{ring}",
+        )
+
+
+def model_knows_cp_style(config: RunConfig) -> Iterator[UserError]:
+    style, known = config.parallelism.cp_style, config.model.card.cp_styles
+    if config.parallelism.cp > 1 and style not in known:
+        yield UserError(
+            f"{config.model.name} does not support context parallelism by {style}.",
+            where=f"parallelism.cp_style={style}",
+            why=f"its card allows: {', '.join(known) or 'none'}",
+            fix=f"parallelism.cp_style={known[0]}" if known else "parallelism.cp=1",
+        )
+
+
+def cp_divides_rows(config: RunConfig) -> Iterator[UserError]:
+    cp = config.parallelism.cp
+    if cp > 1 and config.seq_len % (2 * cp):
+        yield UserError(
+            f"A packed row of {config.seq_len} tokens cannot be split over {cp} ranks.",
+            where=f"seq_len={config.seq_len}, parallelism.cp={cp}",
+            why="each rank takes two equal chunks of a row, to balance a causal ring: seq_len % (2 * cp) must be 0",
+            fix=f"seq_len={-(-config.seq_len // (2 * cp)) * 2 * cp}",
+        )
+
+
+def cp_stays_in_a_node(config: RunConfig) -> Iterator[UserError]:
+    cp, per_node = config.parallelism.cp, config.deployment.gpus_per_node
+    if cp > per_node and config.deployment.type == "multi_node" and not config.parallelism.allow_cp_across_nodes:
+        yield UserError(
+            f"A context group of {cp} ranks does not fit one node.",
+            where=f"parallelism.cp={cp}, deployment.gpus_per_node={per_node}",
+            why="context parallelism between nodes is bound by the network",
+            fix=f"parallelism.cp={per_node}, or parallelism.allow_cp_across_nodes=true",
+        )
+
+
+def mesh_fills_the_devices(config: RunConfig) -> Iterator[UserError]:
+    world, devices = resolve_world(config), requested_devices(config)
+    if devices is not None and world.size != devices:
+        yield UserError(
+            f"The mesh has {world.size} ranks, and the deployment has {devices} training devices.",
+            where=f"deployment.num_train_gpus={devices}, parallelism.dp_replicate={world.dp_replicate}, "
+            f"parallelism.dp_shard={config.parallelism.dp_shard}, parallelism.cp={world.cp}",
+            why="dp_replicate * dp_shard * cp must equal the number of training devices",
+            fix="deployment.num_train_gpus=auto"
+            if devices % (world.dp_replicate * world.cp)
+            else "parallelism.dp_shard=auto",
+        )
+
+
+def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
+    if config.model.impl != "hf" and config.model.card.family != "other":
+        return
+    memory, world = config.memory_recipe, resolve_world(config)
+    for broken, where, fix in (
+        (world.ep > 1, f"parallelism.ep={world.ep}", "parallelism.ep=1"),
+        (world.cp > 1, f"parallelism.cp={world.cp}", "parallelism.cp=1"),
+        (memory.ac.mode == "selective", "memory_recipe.ac.mode=selective", "memory_recipe.ac.mode=full"),
+        (
+            memory.fused_lm_head_token_chunk_size != "disabled",
+            f"memory_recipe.fused_lm_head_token_chunk_size={memory.fused_lm_head_token_chunk_size}",
+            "memory_recipe.fused_lm_head_token_chunk_size=disabled",
+        ),
+    ):
+        if broken:
+            why = "EP, CP, selective checkpointing and the chunked LM head need model.impl=custom"
+            yield UserError("Hugging Face model code cannot do this.", where=where, why=why, fix=fix)

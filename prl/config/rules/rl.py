@@ -1,0 +1,148 @@
+"""Rules of an RL run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prl.config.errors import UserError
+from prl.config.schema import RunConfig
+from prl.config.world import resolve_world
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def there_is_an_engine(config: RunConfig) -> Iterator[UserError]:
+    deployment = config.deployment
+    if config.job == "sft":
+        return
+    if deployment.num_infer_gpus == 0 or (deployment.type == "multi_node" and deployment.num_infer_nodes == 0):
+        yield UserError(
+            "Nobody samples: there is no inference engine.",
+            where=f"deployment.num_infer_gpus={deployment.num_infer_gpus}",
+            why="each engine sits on a device of its own, and this job needs at least one",
+            fix="deployment.num_infer_gpus=1 deployment.num_infer_nodes=1",
+        )
+
+
+def colocated_engines_have_a_trainer(config: RunConfig) -> Iterator[UserError]:
+    world, engines = resolve_world(config).size, config.deployment.num_infer_gpus
+    if config.deployment.type == "colocated" and engines > world:
+        yield UserError(
+            f"{engines} engines cannot share the devices of {world} trainer ranks.",
+            where=f"deployment.num_infer_gpus={engines}",
+            why="colocated engines take turns with the trainer on its own devices",
+            fix=f"deployment.num_infer_gpus={world}, or parallelism.dp_shard={engines}",
+        )
+
+
+def open_servers_have_a_key(config: RunConfig) -> Iterator[UserError]:
+    inference = config.inference
+    if config.job == "inference" and inference.host not in LOOPBACK_HOSTS and inference.api_key_var is None:
+        yield UserError(
+            "Anybody who reaches this machine could use the server.",
+            where=f"inference.host={inference.host}, inference.api_key_var=null",
+            why="beyond loopback an API key is required",
+            fix="inference.api_key_var=PRL_API_KEY",
+        )
+
+
+def there_is_an_env(config: RunConfig) -> Iterator[UserError]:
+    if not config.env.mix:
+        yield UserError(
+            "There is no environment to learn from.",
+            where="env.mix",
+            why="RL needs at least one source of tasks and rewards",
+            fix="env=reverse_text",
+        )
+
+
+def groups_fill_the_batch(config: RunConfig) -> Iterator[UserError]:
+    algo = config.algo
+    if algo.batch_size % algo.group_size:
+        smaller = max(algo.group_size, algo.batch_size // algo.group_size * algo.group_size)
+        yield UserError(
+            f"A batch of {algo.batch_size} rollouts cannot hold whole groups of {algo.group_size}.",
+            where=f"algo.batch_size={algo.batch_size}, algo.group_size={algo.group_size}",
+            why="batch_size must be a multiple of group_size",
+            fix=f"algo.batch_size={smaller}",
+        )
+    if algo.group_size == 1:
+        yield UserError(
+            "A group of one rollout has no baseline.",
+            where="algo.group_size=1",
+            why="advantages compare the rollouts of one task with each other; alone, each is zero",
+            fix="algo.group_size=8",
+        )
+
+
+def lengths_nest(config: RunConfig) -> Iterator[UserError]:
+    inference, card = config.inference, config.model.card
+    max_len, max_tokens = inference.max_model_len, inference.sampling.max_tokens
+    if max_tokens >= max_len:
+        yield UserError(
+            f"A completion of {max_tokens} tokens leaves no room for a prompt in {max_len}.",
+            where=f"inference.sampling.max_tokens={max_tokens}, inference.max_model_len={max_len}",
+            why="max_model_len counts prompt plus completion",
+            fix=f"inference.max_model_len={2 * max_tokens}",
+        )
+    if max_len > card.max_position_embeddings:
+        yield UserError(
+            f"The model knows {card.max_position_embeddings} positions, fewer than {max_len}.",
+            where=f"inference.max_model_len={max_len}",
+            why="max_model_len is at most model.card.max_position_embeddings",
+            fix=f"inference.max_model_len={card.max_position_embeddings}",
+        )
+
+
+def a_rollout_fits_a_row(config: RunConfig) -> Iterator[UserError]:
+    if config.seq_len < config.inference.max_model_len:
+        yield UserError(
+            f"A rollout of {config.inference.max_model_len} tokens does not fit a packed row of {config.seq_len}.",
+            where=f"seq_len={config.seq_len}, inference.max_model_len={config.inference.max_model_len}",
+            why="documents are not cut, so seq_len is at least max_model_len",
+            fix=f"seq_len={config.inference.max_model_len}",
+        )
+
+
+def overlong_buffer_fits(config: RunConfig) -> Iterator[UserError]:
+    algo, max_tokens = config.algo, config.inference.sampling.max_tokens
+    if algo.length_rule == "dapo_overlong" and not 0 < algo.overlong_buffer <= max_tokens:
+        yield UserError(
+            f"An overlong buffer of {algo.overlong_buffer} tokens does not lie within {max_tokens}.",
+            where=f"algo.overlong_buffer={algo.overlong_buffer}, inference.sampling.max_tokens={max_tokens}",
+            why="DAPO's penalty rises over the last overlong_buffer tokens before max_tokens",
+            fix=f"algo.overlong_buffer={max(1, max_tokens // 4)}",
+        )
+
+
+def pass_at_k_needs_sampling(config: RunConfig) -> Iterator[UserError]:
+    temperature = config.eval.temperature
+    if temperature is None:
+        temperature = config.inference.sampling.temperature
+    if config.eval.k > 1 and temperature == 0:
+        yield UserError(
+            f"Greedy evaluation gives the same text {config.eval.k} times.",
+            where=f"eval.k={config.eval.k}, eval.temperature={config.eval.temperature}",
+            why="pass@k needs different samples of one task",
+            fix="eval.temperature=1.0, or eval.k=1",
+        )
+
+
+def experts_to_return(config: RunConfig) -> Iterator[UserError]:
+    if config.inference.return_routed_experts and config.model.card.num_experts == 0:
+        yield UserError(
+            f"{config.model.name} has no routed experts to return.",
+            where="inference.return_routed_experts=true",
+            why="the model is dense",
+            fix="inference.return_routed_experts=false",
+        )
+
+
+def shared_memory_needs_one_node(config: RunConfig) -> Iterator[UserError]:
+    if config.weight_transport.type == "shared_memory" and config.deployment.type == "multi_node":
+        yield UserError(
+            "Shared memory does not reach another node.",
+            where="weight_transport.type=shared_memory, deployment.type=multi_node",
+            why="its segments live in the memory of one host",
+            fix="weight_transport=filesystem",
+        )
