@@ -62,6 +62,8 @@ class ModelConfig(Group):
     impl: Literal["auto", "custom", "hf"] = "auto"
     attn: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; master weights are always float32
+    fp8: Literal["none", "deep_gemm", "emulated"] = "none"  # block-scaled training GEMMs; emulated: same rounding, slow
+    router_bias_update_rate: NonNegativeFloat = 0.0  # aux-loss-free load balancing (arXiv:2408.15664); 0: off
     init_seed: int = 0  # seed of the random weights when path is None
     card: ModelCard
 
@@ -96,6 +98,8 @@ class ActivationOffloading(Group):
 
 
 class LoraConfig(Group):
+    """Low-rank adapters (arXiv:2106.09685). Targets are module names; "experts" means the stacked expert matrices."""
+
     rank: NonNegative = 0  # 0: full-parameter training
     alpha: PositiveFloat = 16.0
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -108,7 +112,8 @@ class MemoryConfig(Group):
     ac_offloading: ActivationOffloading = ActivationOffloading()
     fused_lm_head_token_chunk_size: Positive | Literal["auto", "disabled"] = "disabled"
     fsdp_cpu_offload: bool = False
-    optim_cpu_offload: bool = False
+    # true: moments wait on the host between steps; full: float32 master weights, moments and the step itself live there
+    optim_cpu_offload: bool | Literal["full"] = False
     compile: bool = False
     lora: LoraConfig = LoraConfig()
 

@@ -59,12 +59,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(card.head_dim, card.rms_norm_eps)
         self.k_norm = RMSNorm(card.head_dim, card.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, H] -> q [N, Hq, D], k and v [N, Hkv, D], as `Attend` wants them."""
         heads = (x.shape[0], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
-        v = self.v_proj(x).view(heads)
-        return self.o_proj(attend(self.layer_idx, q, k, v).flatten(1))
+        return q, k, self.v_proj(x).view(heads)
 
 
 class DenseMLP(nn.Module):
@@ -96,6 +96,11 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention block, then MLP block, each with its residual. The blocks are methods of their own, and the parts that
+    run no attention kernel and no communication (`project`, `join`) too, so that checkpointing and compilation can
+    wrap exactly them.
+    """
+
     def __init__(self, card: ModelCard, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
@@ -105,7 +110,19 @@ class DecoderLayer(nn.Module):
         self.mlp = SparseMLP(card, layer_idx) if sparse else DenseMLP(card.hidden_size, card.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recorder: RoutingRecorder | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return self.mlp_block(self.attention_block(x, cos, sin, attend), recorder)
+
+    def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
+        return self.join(x, attend(self.self_attn.layer_idx, q, k, v))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def join(self, x: Tensor, attended: Tensor) -> Tensor:
+        return x + self.self_attn.o_proj(attended.flatten(1))
+
+    def mlp_block(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x), recorder)
 
 
