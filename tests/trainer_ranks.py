@@ -37,6 +37,8 @@ class Job:
     model_path: str
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
+    ep: int = 1
     optim: dict[str, Any] = field(default_factory=lambda: {"type": "adamw", "lr": 0.01})
     overrides: list[str] = field(default_factory=list)
     steps: int = 3
@@ -80,7 +82,8 @@ def train_step(policy: Policy, step: int) -> tuple[float, float]:
 
 def run_job(job: Job) -> dict[str, Any]:
     """Losses, norms and final weights."""
-    world = build_world(MeshPlan(dp_replicate=job.dp_replicate, dp_shard=job.dp_shard, cp=1, ep=1), torch.device("cpu"))
+    mesh = MeshPlan(dp_replicate=job.dp_replicate, dp_shard=job.dp_shard, cp=job.cp, ep=job.ep)
+    world = build_world(mesh, torch.device("cpu"))
     seed_everything(0, deterministic=False)
     policy = build_policy(job, world)
     if job.load:

@@ -38,10 +38,6 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
 
 def _parallelism(config: RunConfig) -> Iterator[NotAvailableError]:
     world = resolve_world(config)
-    if world.ep > 1:
-        yield NotAvailableError(
-            f"Expert parallelism over {world.ep} ranks", f"parallelism.ep={world.ep}", "parallelism.ep=1"
-        )
     if world.cp > 1:
         yield NotAvailableError(
             f"Context parallelism over {world.cp} ranks", f"parallelism.cp={world.cp}", "parallelism.cp=1"

@@ -40,24 +40,34 @@ def requested_devices(config: RunConfig) -> int | None:
     return None if deployment.num_train_gpus == "auto" else deployment.num_train_gpus
 
 
+MAX_AUTO_EP = 8  # wider groups leave the NVLink domain of a usual node
+
+
 def resolve_world(config: RunConfig) -> World:
-    """The mesh as asked for; `auto` is what fills the devices or, without a number of them, the smallest that fits."""
-    parallelism, devices = config.parallelism, requested_devices(config)
+    """The mesh as asked for; `auto` is what fills the devices or, without a number of them, the smallest that fits.
+
+    nodes_per_fsdp_group sets dp_replicate: each group of so many nodes holds one replica of the weights.
+    """
+    parallelism, devices, deployment = config.parallelism, requested_devices(config), config.deployment
+    dp_replicate = parallelism.dp_replicate
+    if deployment.type == "multi_node" and deployment.nodes_per_fsdp_group is not None:
+        dp_replicate = max(1, deployment.num_train_nodes // deployment.nodes_per_fsdp_group)
     ep = 1 if parallelism.ep == "auto" else parallelism.ep
     if parallelism.dp_shard != "auto":
         dp_shard = parallelism.dp_shard
     elif devices is None:
         dp_shard = ep // math.gcd(ep, parallelism.cp)
     else:
-        dp_shard = max(1, devices // (parallelism.dp_replicate * parallelism.cp))
+        dp_shard = max(1, devices // (dp_replicate * parallelism.cp))
     if parallelism.ep == "auto":
         ep = largest_ep(config.model.card.num_experts, dp_shard * parallelism.cp, parallelism.cp)
-    return World(dp_replicate=parallelism.dp_replicate, dp_shard=dp_shard, cp=parallelism.cp, ep=ep)
+    return World(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=parallelism.cp, ep=ep)
 
 
 def largest_ep(num_experts: int, island: int, cp: int) -> int:
-    """The widest expert parallelism within an island; 1 for dense models."""
-    fits = [ep for ep in divisors(num_experts) if island % ep == 0 and ep % cp == 0]
+    """The widest expert parallelism within an island, at most 8 (or cp, if wider); 1 for dense models."""
+    limit = max(MAX_AUTO_EP, cp)
+    fits = [ep for ep in divisors(num_experts) if island % ep == 0 and ep % cp == 0 and ep <= limit]
     return max(fits, default=1)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from prl.models.expert_dispatch import AllToAllDispatch, LocalDispatch
 
 
 class RoutingRecorder:
@@ -42,38 +45,37 @@ def route(logits: Tensor, top_k: int, norm_topk_prob: bool, replayed: Tensor | N
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts, stacked: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
+    """SwiGLU experts, stacked: gate_up_proj [E, 2I, H], down_proj [E, H, I].
+
+    Under expert parallelism the parameters are DTensors over the expert group, and `dispatch` brings the tokens.
+    """
 
     def __init__(self, num_experts: int, hidden: int, intermediate: int) -> None:
         super().__init__()
+        self.num_experts = num_experts
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
+        self.dispatch: LocalDispatch | AllToAllDispatch = LocalDispatch()
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """x [N, H], weights [N, K], experts [N, K] -> [N, H].
-
-        Assignments are sorted by expert, so each expert's tokens are one contiguous slice; results return to their
-        token by a gather, not by atomics, so the sum's order (and its rounding) is fixed.
-        """
-        num_tokens, top_k = experts.shape
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)  # [N*K], assignment ids grouped by expert
-        counts = torch.bincount(flat, minlength=self.gate_up_proj.shape[0])
-        y = self.grouped_swiglu(x[order // top_k], counts)  # [N*K, H] in expert order
-        y = y * weights.flatten()[order, None]
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        return y[back].view(num_tokens, top_k, -1).sum(dim=1)
+        """x [N, H], weights [N, K], experts [N, K] -> [N, H]."""
+        return self.dispatch(x, weights, experts, self.num_experts, self.grouped_swiglu)
 
     def grouped_swiglu(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [M, H] sorted by expert, counts [E] -> [M, H]."""
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            ends = counts.cumsum(0).to(torch.int32)
-            gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-            return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
-        out = []
-        for slice_, gate_up, down in zip(
-            x.split(counts.tolist()), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
-        ):
-            gate, up = F.linear(slice_, gate_up).chunk(2, dim=-1)
-            out.append(F.linear(F.silu(gate) * up, down))
-        return torch.cat(out)
+        """x [M, H] sorted by the experts held here, counts [E_local] -> [M, H]."""
+        gate_up, down = local_part(self.gate_up_proj), local_part(self.down_proj)
+        gate, up = grouped_linear(x, gate_up, counts).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, down, counts)
+
+
+def local_part(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    # float32, and a rank that no token chose: empty slices still give every weight its (zero) gradient
+    slices = x.split(counts.tolist())
+    return torch.cat([F.linear(rows, w) for rows, w in zip(slices, weight.unbind(), strict=True)])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from prl.config.schema import OptimConfig, ScheduleConfig
@@ -17,24 +20,33 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     The rest is what Muon is not meant for: embeddings, LM head, norms, routers, and stacked experts (3-D). Muon's
     update is scaled to AdamW's RMS ("match_rms_adamw", arXiv:2502.16982), so one learning rate serves both.
     """
-    params = dict(model.named_parameters())
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if config.type == "sgd":
-        return [torch.optim.SGD(params.values(), config.lr, config.momentum, weight_decay=config.weight_decay)]
+        groups = by_mesh(params.values())
+        return [torch.optim.SGD(groups, config.lr, config.momentum, weight_decay=config.weight_decay)]
     hidden = {n: p for n, p in params.items() if config.type == "muon" and is_hidden_matrix(n, p)}
-    rest = [p for n, p in params.items() if n not in hidden]
+    rest = by_mesh(p for n, p in params.items() if n not in hidden)
     adamw = torch.optim.AdamW(
         rest, config.lr, config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
     )
     if not hidden:
         return [adamw]
     muon = torch.optim.Muon(
-        list(hidden.values()),
+        by_mesh(hidden.values()),
         config.lr,
         config.weight_decay,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
     return [muon, adamw]
+
+
+def by_mesh(params: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups, one per device mesh: an optimizer's fused step takes no lists of mixed meshes."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for param in params:
+        groups.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+    return [{"params": group} for group in groups.values()]
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
@@ -70,8 +82,17 @@ def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
             group["lr"] = lr
 
 
+@torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Global L2 norm of all gradients over all ranks; scales them down to max_norm when it is exceeded (0: never)."""
-    limit = max_norm if max_norm > 0 else math.inf
-    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    """Global L2 norm of all gradients over all ranks; scales them down to max_norm when it is exceeded (0: never).
+
+    Experts and the rest live on different meshes, so each mesh's norm is reduced over its own ranks before they join.
+    """
+    groups = [group["params"] for group in by_mesh(p for p in model.parameters() if p.grad is not None)]
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    if max_norm > 0:
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return float(total)

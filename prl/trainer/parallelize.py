@@ -1,4 +1,4 @@
-"""From a meta-device model to a sharded one: activation checkpointing, then FSDP2, then weights.
+"""From a meta-device model to a sharded one: experts, activation checkpointing, compilation, FSDP2, then weights.
 
 In the manner of torchtitan: small functions, applied in one order, each doing nothing when its knob is off.
 """
@@ -8,29 +8,68 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prl.config.schema import ActivationCheckpointing, ModelCard, RunConfig
 from prl.models.checkpoint import check_card, load_checkpoint
+from prl.models.expert_dispatch import AllToAllDispatch
+from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
-from prl.trainer.world import World
+from prl.trainer.world import World, shard_mesh
 
 
-def build_model(config: RunConfig, path: Path, world: World) -> Qwen3Model:
-    """The model of `config`, sharded over the world, with the weights at `path`; every rank reads only its own part."""
-    check_card(path, config.model.card)
+def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Model:
+    """The model of `config`, sharded over the world; every rank reads only its own part of the weights at `path`.
+
+    Without a path the weights are random and drawn in place, part by part (benchmarks).
+    """
+    if path is not None:
+        check_card(path, config.model.card)
     model = build_sharded(config.model.card, config, world)
-    load_checkpoint(model, path)
+    if path is not None:
+        load_checkpoint(model, path)
+    else:
+        draw_weights(model, config.seed + world.rank)
     return model
 
 
 def build_sharded(card: ModelCard, config: RunConfig, world: World) -> Qwen3Model:
     with torch.device("meta"):
         model = Qwen3Model(card)
+    apply_expert_parallelism(model, world)
     apply_checkpointing(model, config.memory_recipe.ac)
     apply_fsdp(model, config, world)
-    return model.to_empty(device=world.device)
+    return model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Normal(0, std) for matrices, ones for norms, without a copy of the model anywhere."""
+    for name, param in model.named_parameters():
+        local = param.to_local() if isinstance(param, DTensor) else param
+        generator = torch.Generator(local.device).manual_seed(seed)
+        if name.endswith("norm.weight"):
+            local.fill_(1.0)
+        else:
+            local.normal_(0.0, std, generator=generator)
+
+
+def apply_expert_parallelism(model: Qwen3Model, world: World) -> None:
+    """Give each rank of an expert group its share of the experts, and let the tokens travel there."""
+    if world.experts is None:
+        return
+    mesh = world.experts["ep"]
+    for experts in expert_modules(model):
+        for name, param in list(experts.named_parameters(recurse=False)):
+            experts.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)])))
+        experts.dispatch = AllToAllDispatch(mesh.get_group())
+
+
+def expert_modules(model: nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def apply_checkpointing(model: Qwen3Model, ac: ActivationCheckpointing) -> None:
@@ -42,17 +81,31 @@ def apply_checkpointing(model: Qwen3Model, ac: ActivationCheckpointing) -> None:
 
 
 def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
-    """Shard over dp_shard, replicate over dp_replicate; parameters and reductions in float32, compute in
-    model.dtype.
+    """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
+    model.dtype. Experts under expert parallelism are sharded over what remains of the island, along dimension 1, which
+    leaves dimension 0 to the expert group.
     """
     compute = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    mesh = world.mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
+    offload = CPUOffloadPolicy() if config.memory_recipe.fsdp_cpu_offload else OffloadPolicy()
     reshard = config.parallelism.reshard_after_forward
+    dense = shard_mesh(world.dense, "fsdp")
+    if world.experts is not None:
+        sparse = shard_mesh(world.experts, "efsdp")
+        for experts in expert_modules(model):
+            fully_shard(
+                experts,
+                mesh=sparse,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=reshard,
+                shard_placement_fn=lambda _: Shard(1),
+            )
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in (*model.layers, model):
-        # losses are already divided by the global token count, so gradients are summed; gloo cannot pre-multiply
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        fully_shard(layer, mesh=dense, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dense, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # losses are already divided by the global token count, so gradients are summed; gloo cannot pre-multiply
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

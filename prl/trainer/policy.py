@@ -31,7 +31,9 @@ class TokenStats:
 class Policy:
     """Model, optimizers and schedule of one run."""
 
-    def __init__(self, config: RunConfig, optim: OptimConfig, max_steps: int, model_path: Path, world: World) -> None:
+    def __init__(
+        self, config: RunConfig, optim: OptimConfig, max_steps: int, model_path: Path | None, world: World
+    ) -> None:
         self.config, self.optim, self.max_steps, self.world = config, optim, max_steps, world
         self.model = build_model(config, model_path, world)
         self.optimizers = build_optimizers(self.model, optim)

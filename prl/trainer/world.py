@@ -1,4 +1,13 @@
-"""The trainer's processes as one world: process group, device, and the device mesh."""
+"""The trainer's processes as one world: process group, device, and the device meshes.
+
+Ranks are counted with dp_replicate outermost, then dp_shard, then cp; expert parallelism takes `ep` neighbouring ranks
+of an FSDP island (dp_shard x cp), so an expert group holds whole context groups and, up to 8 ranks, lies in one node.
+The same ranks are seen as three meshes:
+
+    dense    dp_replicate x fsdp          fsdp = dp_shard * cp: what everything but experts is sharded over
+    experts  dp_replicate x efsdp x ep    efsdp = fsdp / ep: each expert group's experts are sharded over the others
+    data     data x cp                    who sees which batch, and who shares a sequence
+"""
 
 from __future__ import annotations
 
@@ -19,13 +28,25 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # dimensions dp_replicate, dp_shard (one of size 1 is kept, so that code needs no cases)
-    data_rank: int
-    data_ranks: int
+    dense: DeviceMesh
+    experts: DeviceMesh | None  # None without expert parallelism
+    data: DeviceMesh
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.data.get_local_rank("data")
+
+    @property
+    def data_ranks(self) -> int:
+        return self.data["data"].size()
+
+    @property
+    def cp(self) -> int:
+        return self.data["cp"].size()
 
 
 def pick_device(kind: str, local_device: int) -> torch.device:
@@ -64,13 +85,27 @@ def join_world(ctx: ChildContext) -> World:
 
 
 def build_world(plan: MeshPlan, device: torch.device) -> World:
-    """The mesh of an initialised process group."""
-    assert plan.cp == plan.ep == 1, "refused at config time"
-    mesh = init_device_mesh(
-        device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+    """The meshes of an initialised process group."""
+    island = plan.dp_shard * plan.cp
+
+    def mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=device,
+        dense=mesh((plan.dp_replicate, island), ("dp_replicate", "fsdp")),
+        experts=mesh((plan.dp_replicate, island // plan.ep, plan.ep), ("dp_replicate", "efsdp", "ep"))
+        if plan.ep > 1
+        else None,
+        data=mesh((plan.data_ranks, plan.cp), ("data", "cp")),
     )
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, device, mesh, data_rank=rank, data_ranks=size)
+
+
+def shard_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """What `fully_shard` wants: the sharding dimension alone, or with dp_replicate before it (HSDP)."""
+    return mesh["dp_replicate", name] if mesh["dp_replicate"].size() > 1 else mesh[name]
 
 
 def sum_over_world(values: torch.Tensor) -> torch.Tensor:
