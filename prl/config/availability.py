@@ -30,10 +30,6 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     if config.model.impl == "hf" or config.model.card.family == "other":
         where = f"model.impl={config.model.impl}, model.card.family={config.model.card.family}"
         yield NotAvailableError("Training with Hugging Face model code", where, "model.impl=custom with a Qwen3 model")
-    if config.model.attn.startswith("flash_attention"):
-        yield NotAvailableError(
-            f"Attention by {config.model.attn}", f"model.attn={config.model.attn}", "model.attn=auto"
-        )
 
 
 def _parallelism(config: RunConfig) -> Iterator[NotAvailableError]:
@@ -56,7 +52,6 @@ def _memory(config: RunConfig) -> Iterator[NotAvailableError]:
         ("ac_offloading.enabled", memory.ac_offloading.enabled),
         ("fsdp_cpu_offload", memory.fsdp_cpu_offload),
         ("optim_cpu_offload", memory.optim_cpu_offload),
-        ("compile", memory.compile),
     ):
         if wanted:
             key = f"memory_recipe.{name}"

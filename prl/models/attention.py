@@ -1,33 +1,43 @@
 """Attention over packed documents, for the trainer.
 
 `packed_attention(doc_lens)` prepares index tables once per micro-batch and returns the `attend` callable that the model
-wants. On CUDA it is torch's varlen attention; elsewhere documents are laid out in right-padded batches, one per
+wants. On CUDA it is cuDNN's or varlen attention; elsewhere documents are laid out in right-padded batches, one per
 power-of-two length class, because a dense [T, T] mask over many short documents would cost T/len times the work.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from prl.config.errors import UserError
 from prl.models.qwen3 import Attend
 
+AttentionImpl = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
-def packed_attention(doc_lens: list[int], device: torch.device) -> Attend:
-    """Causal attention inside each document; doc_lens sum to N tokens. varlen_attn has no float32, so that goes
-    padded.
+
+def packed_attention(doc_lens: list[int], device: torch.device, impl: AttentionImpl = "auto") -> Attend:
+    """Causal attention inside each document; doc_lens sum to N tokens.
+
+    impl: what `model.attn` says. "auto" takes cuDNN for long documents and varlen attention for short ones on Hopper,
+    varlen attention on other GPUs, and SDPA on CPU and for float32, which the flash kernels do not know.
     """
     if device.type != "cuda":
         return _padded_attention(doc_lens, device)
-    varlen = _varlen_attention(doc_lens, device)
+    mixed = impl == "auto" and prefers_cudnn(device) and not torch.are_deterministic_algorithms_enabled()
+    flash = _mixed_attention(doc_lens, device) if mixed else _varlen_attention(doc_lens, device)
     padded: list[Attend] = []  # built at the first call that needs it
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.dtype != torch.float32:
-            return varlen(layer_idx, q, k, v)
+        if impl != "sdpa" and q.dtype != torch.float32:
+            return flash(layer_idx, q, k, v)
         if not padded:
             padded.append(_padded_attention(doc_lens, device))
         return padded[0](layer_idx, q, k, v)
@@ -35,22 +45,90 @@ def packed_attention(doc_lens: list[int], device: torch.device) -> Attend:
     return attend
 
 
+def activate_attention(impl: AttentionImpl) -> None:
+    """Have PyTorch run its flash attention through FlashAttention 3 or 4, if `model.attn` asks for it.
+
+    Raises UserError when the package that holds the kernels is not installed.
+    """
+    if impl not in ("flash_attention_3", "flash_attention_4"):
+        return
+    from torch.nn.attention import activate_flash_attention_impl
+
+    try:
+        activate_flash_attention_impl(f"FA{impl[-1]}")
+    except (ImportError, RuntimeError, ValueError) as error:
+        package = "flash-attn-4" if impl.endswith("4") else "flash_attn_interface, from FlashAttention's hopper folder"
+        raise UserError(
+            f"{impl} cannot be activated: {error}",
+            where=f"model.attn={impl}",
+            why=f"PyTorch takes these kernels from a package of their own ({package})",
+            fix="install it, or model.attn=auto",
+        ) from error
+
+
+@functools.cache
+def prefers_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention beats the built-in flash kernels: on Hopper by 1.7 to 2 times (prl/README.md)."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and torch.backends.cudnn.is_available()
+
+
 def _varlen_attention(doc_lens: list[int], device: torch.device) -> Attend:
-    from torch.nn.attention.varlen import varlen_attn
+    import torch.nn.attention.varlen  # registers the operator
 
     ends = torch.tensor([0, *doc_lens], device=device).cumsum(0).to(torch.int32)
     longest = max(doc_lens)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:  # torch 2.11 has no enable_gqa here
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        window = (-1, 0)  # all to the left, nothing to the right
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window)
-        assert isinstance(out, Tensor)
-        return out
+        # the operator behind varlen_attn: torch 2.11's wrapper refuses fewer key/value heads, its kernel does not
+        return torch.ops.torch_attn._varlen_attn(q, k, v, ends, ends, longest, longest, True)[0]
 
     return attend
+
+
+LONG_DOCUMENT = 2048  # tokens from which cuDNN, one call per document, beats one varlen call
+CUDNN_GRAIN = 256  # lengths are rounded up to multiples of this: cuDNN builds a plan for every new shape
+
+
+def _mixed_attention(doc_lens: list[int], device: torch.device) -> Attend:
+    """Long documents one by one through cuDNN's attention, runs of short ones between them through varlen attention.
+
+    A document's slice is extended to a round length into the tokens behind it. Causality keeps these from the
+    document's own queries; their outputs are cut off, so no gradient comes from them.
+    """
+    parts: list[tuple[int, int, Attend]] = []  # start, length, attention of the slice
+    start = 0
+    for is_long, run in itertools.groupby(doc_lens, key=lambda length: length >= LONG_DOCUMENT):
+        lengths = list(run)
+        if is_long:
+            for length in lengths:
+                parts.append((start, length, _cudnn_attention))
+                start += length
+        else:
+            parts.append((start, sum(lengths), _varlen_attention(lengths, device)))
+            start += sum(lengths)
+
+    def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for first, length, part in parts:
+            size = -(-length // CUDNN_GRAIN) * CUDNN_GRAIN if part is _cudnn_attention else length
+            outs.append(part(layer_idx, *(slice_rows(t, first, size) for t in (q, k, v)))[:length])
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    return attend
+
+
+def slice_rows(x: Tensor, first: int, size: int) -> Tensor:
+    """x[first : first + size], with zeros for rows beyond the end."""
+    rows = x[first : first + size]
+    return F.pad(rows, (0, 0, 0, 0, 0, size - rows.shape[0])) if rows.shape[0] < size else rows
+
+
+def _cudnn_attention(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over the whole slice."""
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, H, S, D]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.squeeze(0).transpose(0, 1)
 
 
 def _length_classes(doc_lens: list[int]) -> list[list[tuple[int, int]]]:

@@ -64,8 +64,12 @@ class Experts(nn.Module):
     def grouped_swiglu(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local] -> [M, H]."""
         gate_up, down = local_part(self.gate_up_proj), local_part(self.down_proj)
-        gate, up = grouped_linear(x, gate_up, counts).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate) * up, down, counts)
+        return grouped_linear(self.activate(grouped_linear(x, gate_up, counts)), down, counts)
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU (arXiv:2002.05202): [M, 2I] -> [M, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 def local_part(param: Tensor) -> Tensor:

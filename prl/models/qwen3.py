@@ -89,10 +89,14 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
         replayed = recorder.replay(self.layer_idx) if recorder is not None else None
-        weights, experts = route(self.gate(x), self.top_k, self.norm_topk_prob, replayed)
+        weights, experts = self.route(x, replayed)
         if recorder is not None:
             recorder.record(self.layer_idx, experts)
         return self.experts(x, weights, experts)
+
+    def route(self, x: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [N, H] -> mixing weights [N, K], experts [N, K]."""
+        return route(self.gate(x), self.top_k, self.norm_topk_prob, replayed)
 
 
 class DecoderLayer(nn.Module):

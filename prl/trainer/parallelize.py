@@ -18,6 +18,7 @@ from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.expert_dispatch import AllToAllDispatch
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
+from prl.trainer.compilation import apply_compile
 from prl.trainer.world import World, shard_mesh
 
 
@@ -40,6 +41,7 @@ def build_sharded(card: ModelCard, config: RunConfig, world: World) -> Qwen3Mode
     with torch.device("meta"):
         model = Qwen3Model(card)
     apply_expert_parallelism(model, world)
+    apply_compile(model, config.memory_recipe.compile)
     apply_checkpointing(model, config.memory_recipe.ac)
     apply_fsdp(model, config, world)
     return model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import OptimConfig, RunConfig
-from prl.models.attention import packed_attention
+from prl.models.attention import activate_attention, packed_attention
 from prl.models.moe import RoutingRecorder
 from prl.trainer.head import logprob_head
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
@@ -35,6 +35,7 @@ class Policy:
         self, config: RunConfig, optim: OptimConfig, max_steps: int, model_path: Path | None, world: World
     ) -> None:
         self.config, self.optim, self.max_steps, self.world = config, optim, max_steps, world
+        activate_attention(config.model.attn)
         self.model = build_model(config, model_path, world)
         self.optimizers = build_optimizers(self.model, optim)
         self.lr = 0.0
@@ -51,7 +52,7 @@ class Policy:
         recorder = None
         if micro.routed_experts is not None:
             recorder = RoutingRecorder(given=torch.tensor(micro.routed_experts, device=device))
-        attend = packed_attention(micro.doc_lens.tolist(), device)
+        attend = packed_attention(micro.doc_lens.tolist(), device, self.config.model.attn)
         logp, entropy = self.model(input_ids, positions, attend, head=head, recorder=recorder)
         return TokenStats(rows, logp, entropy)
 
