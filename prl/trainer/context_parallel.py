@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prl.models.attention import AttentionImpl
 from prl.models.qwen3 import Attend
 from prl.trainer.context_group import ContextGroup, sum_over_context
 from prl.trainer.ring_attention import ring_attention, zigzag_positions
@@ -46,11 +47,14 @@ def shard_row(doc_lens: list[int], context: ContextGroup, device: torch.device) 
     return TokenShard(index.to(device), valid.to(device))
 
 
-def context_attention(doc_lens: list[int], context: ContextGroup, device: torch.device) -> Attend:
+def context_attention(
+    doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
+) -> Attend:
     """Causal attention inside each document, on the slots of `shard_row`: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
-    A collective: every rank of the group calls it for the same layers in the same order, and so in backward.
+    A collective: every rank of the group calls it for the same layers in the same order, and so in backward. `impl` is
+    that of `packed_attention`, for ulysses; the ring needs the log-sum-exp, so on GPUs it always runs the flash kernels.
     """
     if context.style == "ring":
         return ring_attention(doc_lens, context, device)
-    return ulysses_attention(doc_lens, context, device)
+    return ulysses_attention(doc_lens, context, device, impl)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from prl.models.attention import packed_attention
+from prl.models.attention import AttentionImpl, packed_attention
 from prl.models.qwen3 import Attend
 from prl.trainer.context_group import ContextGroup, exchange
 
@@ -24,13 +24,16 @@ def chunk_positions(tokens: int, context: ContextGroup) -> tuple[Tensor, Tensor]
     return position.clamp(max=tokens - 1), position < tokens
 
 
-def ulysses_attention(doc_lens: list[int], context: ContextGroup, device: torch.device) -> Attend:
+def ulysses_attention(
+    doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
+) -> Attend:
     """Causal attention inside each document over this rank's slots. cp must divide the number of query heads.
 
     Where cp does not divide the key and value heads, each is repeated to their least common multiple.
     """
     padding = -sum(doc_lens) % context.size
-    attend_row = packed_attention([*doc_lens, padding] if padding else doc_lens, device)
+    # the padding extends the last document, whose own queries come before it
+    attend_row = packed_attention([*doc_lens[:-1], doc_lens[-1] + padding], device, impl)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cp, (n, heads, dim) = context.size, q.shape
