@@ -53,7 +53,7 @@ def context_attention(
     """Causal attention inside each document, on the slots of `shard_row`: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
     A collective: every rank of the group calls it for the same layers in the same order, and so in backward. `impl` is
-    that of `packed_attention`, for ulysses; the ring needs the log-sum-exp, so on GPUs it always runs the flash kernels.
+    that of `packed_attention`, for ulysses; the ring needs the log-sum-exp and always runs the flash kernels on GPUs.
     """
     if context.style == "ring":
         return ring_attention(doc_lens, context, device)
