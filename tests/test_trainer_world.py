@@ -15,7 +15,12 @@ OPTIMIZERS = {
     "muon": {"type": "muon", "lr": 0.01},
     "sgd": {"type": "sgd", "lr": 0.1},
 }
-MESHES = {"dp_shard=2": {"dp_shard": 2}, "dp_replicate=2": {"dp_replicate": 2}, "ep=2": {"dp_shard": 2, "ep": 2}}
+MESHES = {
+    "dp_shard=2": {"dp_shard": 2},
+    "dp_replicate=2": {"dp_replicate": 2},
+    "ep=2": {"dp_shard": 2, "ep": 2},
+    "cp=2": {"cp": 2},
+}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from prl.planning.run_plan import MeshPlan
 from prl.runtime.checkpoints import commit
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.policy import Policy, seed_everything
-from prl.trainer.world import World, build_world, sum_over_world
+from prl.trainer.world import World, build_world, sum_over_data
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import Document, build_micro_batch, deal_rows, padding_micro_batch
 
@@ -77,7 +77,7 @@ def train_step(policy: Policy, step: int) -> tuple[float, float]:
         share.backward()
         loss += share.item()
     norm, _ = policy.optimizer_step(step)
-    return sum_over_world(torch.tensor([loss], dtype=torch.float64)).item(), norm
+    return sum_over_data(torch.tensor([loss], dtype=torch.float64), world).item(), norm
 
 
 def run_job(job: Job) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import resolve_world
 
 
 class NotAvailableError(UserError):
@@ -33,11 +32,6 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
 
 
 def _parallelism(config: RunConfig) -> Iterator[NotAvailableError]:
-    world = resolve_world(config)
-    if world.cp > 1:
-        yield NotAvailableError(
-            f"Context parallelism over {world.cp} ranks", f"parallelism.cp={world.cp}", "parallelism.cp=1"
-        )
     if config.parallelism.ep_comm_backend == "deepep":
         fix = "parallelism.ep_comm_backend=torch"
         yield NotAvailableError("Expert communication by DeepEP", "parallelism.ep_comm_backend=deepep", fix)

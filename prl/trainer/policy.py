@@ -12,6 +12,8 @@ from torch import Tensor
 from prl.config.schema import OptimConfig, RunConfig
 from prl.models.attention import activate_attention, packed_attention
 from prl.models.moe import RoutingRecorder
+from prl.models.qwen3 import Attend
+from prl.trainer.context_parallel import ContextGroup, context_attention, shard_row, sum_over_context
 from prl.trainer.head import logprob_head
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
 from prl.trainer.parallelize import build_model
@@ -38,23 +40,59 @@ class Policy:
         activate_attention(config.model.attn)
         self.model = build_model(config, model_path, world)
         self.optimizers = build_optimizers(self.model, optim)
+        self.context = context_group(config, world)
         self.lr = 0.0
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> TokenStats:
-        """Log-probability and entropy of every token in the loss mask."""
+        """Log-probability and entropy of every token in the loss mask.
+
+        With context parallelism each rank runs its share of the tokens, and all ranks of the group get all results.
+        """
         device = self.world.device
+        doc_lens = micro.doc_lens.tolist()
         rows = torch.from_numpy(micro.loss_mask).nonzero().squeeze(-1).to(device)
         input_ids = torch.tensor(micro.input_ids, device=device)
         positions = torch.tensor(micro.positions, device=device)
-        head = logprob_head(
-            rows - 1, input_ids[rows], temperature, self.config.memory_recipe.fused_lm_head_token_chunk_size
+        routed = None if micro.routed_experts is None else torch.tensor(micro.routed_experts, device=device)
+        if self.context is None:
+            attend = packed_attention(doc_lens, device, self.config.model.attn)
+            return TokenStats(
+                rows, *self.run_model(input_ids, positions, attend, routed, rows - 1, input_ids[rows], temperature)
+            )
+        shard = shard_row(doc_lens, self.context, device)
+        attend = context_attention(doc_lens, self.context, device, self.config.model.attn)
+        trained = (
+            torch.from_numpy(micro.loss_mask).to(device).roll(-1)
+        )  # whether the token after this one is; row 0 is not
+        slots = (shard.valid & trained[shard.index]).nonzero().squeeze(-1)
+        targets = shard.index[slots] + 1
+        local = self.run_model(
+            input_ids[shard.index],
+            positions[shard.index],
+            attend,
+            None if routed is None else routed[shard.index],
+            slots,
+            input_ids[targets],
+            temperature,
         )
-        recorder = None
-        if micro.routed_experts is not None:
-            recorder = RoutingRecorder(given=torch.tensor(micro.routed_experts, device=device))
-        attend = packed_attention(micro.doc_lens.tolist(), device, self.config.model.attn)
-        logp, entropy = self.model(input_ids, positions, attend, head=head, recorder=recorder)
+        row = torch.stack([part.new_zeros(len(input_ids)).index_put((targets,), part) for part in local])
+        logp, entropy = sum_over_context(row, self.context)[:, rows]
         return TokenStats(rows, logp, entropy)
+
+    def run_model(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        routed: Tensor | None,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of targets [M] after the tokens at rows [M], and the entropy there."""
+        head = logprob_head(rows, targets, temperature, self.config.memory_recipe.fused_lm_head_token_chunk_size)
+        recorder = None if routed is None else RoutingRecorder(given=routed)
+        return self.model(input_ids, positions, attend, head=head, recorder=recorder)
 
     def optimizer_step(self, step: int) -> tuple[float, float]:
         """Clip, apply at the scheduled learning rate, clear. Returns (gradient norm before clipping, seconds)."""
@@ -66,6 +104,13 @@ class Policy:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return grad_norm, time.perf_counter() - start
+
+
+def context_group(config: RunConfig, world: World) -> ContextGroup | None:
+    if world.cp == 1:
+        return None
+    mesh = world.data["cp"]
+    return ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), config.parallelism.cp_style)
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from prl.metrics.mfu import packed_flops, utilisation
@@ -15,10 +14,10 @@ from prl.models.checkpoint import copy_tokenizer, hf_tensors, resolve_model_path
 from prl.runtime.child import ChildContext
 from prl.trainer.batches import BatchClient
 from prl.trainer.checkpoint import TrainerCheckpointer
-from prl.trainer.losses import LOSSES, SEQUENCE_LEVEL, LossInputs, masked_importance_keep, mismatch_kl
-from prl.trainer.policy import Policy, TokenStats, peak_memory_bytes, seed_everything
-from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_world
-from prl.transport.batch import MicroBatch, TrainBatch
+from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
+from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
+from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
+from prl.transport.batch import TrainBatch
 from prl.transport.weights import make_publisher
 
 
@@ -73,24 +72,29 @@ class RLTrainer:
     def train_step(self, batch: TrainBatch) -> dict[str, Any]:
         """Forward and backward over this rank's micro-batches, then the optimizer step. Returns this step's numbers."""
         started = time.perf_counter()
-        sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, mismatch KL, masked tokens, tokens
-        kls: list[np.ndarray] = []
+        denominator = loss_denominator(self.config.algo, batch.loss_tokens, batch.loss_docs)
+        parts: list[torch.Tensor] = []
+        kls: list[torch.Tensor] = []
         flops = 0.0
         for micro in batch.micro_batches:
             self.ctx.beat()
             stats = self.policy.forward(micro, self.config.inference.sampling.temperature)
-            sums += self.backward(batch, micro, stats, kls)
+            part, kl = backward_rl(self.config.algo, micro, stats, denominator)
+            parts.append(part)
+            kls.append(kl)
             flops += packed_flops(self.config.model.card, micro.doc_lens.tolist())[0]
+        wait_for(self.world.device)
         forward_backward_s = time.perf_counter() - started
         grad_norm, optim_s = self.policy.optimizer_step(batch.step)
-        loss, entropy, kl, masked, tokens = sum_over_world(sums).tolist()
-        tail = largest_over_world(np.concatenate(kls), tokens=int(tokens))
+        sums = sum_over_world(torch.stack(parts).sum(0).cpu())
+        loss, entropy, mismatch, masked, tokens = sums.tolist()
+        tail = largest_over_world(torch.cat(kls).cpu().numpy(), tokens=int(tokens))
         padded = self.config.seq_len * len(batch.micro_batches) * self.world.data_ranks
         useful = sum(m.num_tokens for m in batch.micro_batches)
         return {
             "loss": loss,
             "entropy": entropy / max(tokens, 1),
-            "mismatch_kl_mean": kl / max(tokens, 1),
+            "mismatch_kl_mean": mismatch / max(tokens, 1),
             "mismatch_kl_p999": float(tail[-1]) if tail.size else 0.0,
             "mismatch_kl_max": float(tail[0]) if tail.size else 0.0,
             "masked_fraction": masked / max(tokens, 1),
@@ -103,27 +107,8 @@ class RLTrainer:
             "flops": flops,
         }
 
-    def backward(self, batch: TrainBatch, micro: MicroBatch, stats: TokenStats, kls: list[np.ndarray]) -> torch.Tensor:
-        """Gradient of one micro-batch's share of the global loss; returns the sums that the metrics need."""
-        algo, device = self.config.algo, self.world.device
-        doc_ids = torch.from_numpy(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens)).to(device)
-        logp_infer = torch.tensor(micro.logp_infer, device=device)[stats.rows]
-        advantages = torch.tensor(micro.advantages, device=device)[stats.rows]
-        inputs = LossInputs(stats.logp, logp_infer, advantages, doc_ids[stats.rows], len(micro.doc_lens))
-        per_token = LOSSES[algo.loss](inputs, algo) - algo.entropy_coef * stats.entropy
-        denominator = batch.loss_docs if algo.loss in SEQUENCE_LEVEL else batch.loss_tokens
-        loss = per_token.sum() / max(denominator, 1)
-        loss.backward()
-        kl = mismatch_kl(stats.logp, logp_infer)
-        kls.append(kl.cpu().numpy())
-        masked = 0.0
-        if algo.loss == "masked_importance":
-            masked = float((1 - masked_importance_keep(inputs, algo)).sum())
-        numbers = [loss.item(), stats.entropy.sum().item(), kl.sum().item(), masked, len(stats.rows)]
-        return torch.tensor(numbers, dtype=torch.float64)
-
     def _sum(self, value: float) -> int:
-        return int(sum_over_world(torch.tensor([value], dtype=torch.float64)).item())
+        return int(sum_over_data(torch.tensor([value], dtype=torch.float64), self.world).item())
 
     # --- weights and checkpoints --------------------------------------------------------------------------------------
 

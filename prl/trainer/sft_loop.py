@@ -18,7 +18,7 @@ from prl.runtime.child import ChildContext
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
 from prl.trainer.sft_data import load_sft_data
-from prl.trainer.world import World, join_world, leave_world, sum_over_world
+from prl.trainer.world import World, join_world, leave_world, sum_over_data, sum_over_world
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import deal_rows, padding_micro_batch
 
@@ -87,7 +87,7 @@ class SftTrainer:
             loss += share.item()
             flops += packed_flops(self.config.model.card, micro.doc_lens.tolist())[0]
         grad_norm, _ = self.policy.optimizer_step(step)
-        total = sum_over_world(torch.tensor([loss], dtype=torch.float64)).item()
+        total = sum_over_data(torch.tensor([loss], dtype=torch.float64), self.world).item()
         busy_s = time.perf_counter() - started
         mfu, formula = utilisation(flops, busy_s, self.world.device.type)
         tokens = sum(row.num_tokens for row in rows)
@@ -110,7 +110,7 @@ class SftTrainer:
         for micro in self.share(self.val_rows):
             logp = self.policy.forward(micro).logp
             sums += torch.tensor([-logp.sum().item(), len(logp)], dtype=torch.float64)
-        total, count = sum_over_world(sums).tolist()
+        total, count = sum_over_data(sums, self.world).tolist()
         return total / max(count, 1)
 
     # --- checkpoints, export, metrics ---------------------------------------------------------------------------------

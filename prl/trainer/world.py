@@ -45,6 +45,11 @@ class World:
         return self.data["data"].size()
 
     @property
+    def is_first_of_context(self) -> bool:
+        """Whether this rank speaks for its context group, whose ranks all hold the same results."""
+        return self.data.get_local_rank("cp") == 0
+
+    @property
     def cp(self) -> int:
         return self.data["cp"].size()
 
@@ -113,6 +118,11 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+def sum_over_data(values: torch.Tensor, world: World) -> torch.Tensor:
+    """`sum_over_world` of what all ranks of a context group hold alike: each data rank counts once."""
+    return sum_over_world(values) / world.cp
 
 
 def largest_over_world(values: np.ndarray, tokens: int, share: float = 0.001) -> np.ndarray:
