@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -83,16 +84,17 @@ def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
+def clip_gradients(model: nn.Module, max_norm: float, island: dist.ProcessGroup) -> float:
     """Global L2 norm of all gradients over all ranks; scales them down to max_norm when it is exceeded (0: never).
 
-    Experts and the rest live on different meshes, so each mesh's norm is reduced over its own ranks before they join.
+    island: the ranks of one FSDP island. Whatever the mesh of a parameter (experts have their own), its shards lie once
+    on these ranks, so one sum over them covers everything; replicas hold the same gradients.
     """
-    groups = [group["params"] for group in by_mesh(p for p in model.parameters() if p.grad is not None)]
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(whole))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    total = torch.stack(torch._foreach_norm(local)).square().sum()
+    dist.all_reduce(total, group=island)
+    total = total.sqrt()
     if max_norm > 0:
-        for group in groups:
-            nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return float(total)

@@ -99,7 +99,7 @@ class Policy:
         start = time.perf_counter()
         self.lr = self.optim.lr * lr_factor(step, self.max_steps, self.optim.schedule)
         set_lr(self.optimizers, self.lr)
-        grad_norm = clip_gradients(self.model, self.optim.max_grad_norm)
+        grad_norm = clip_gradients(self.model, self.optim.max_grad_norm, self.world.dense.get_group("fsdp"))
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
