@@ -113,7 +113,7 @@ def test_weight_decay_alone_shrinks_weights():
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
-def test_clipping_keeps_the_direction(alone, limit):
+def test_clipping_keeps_the_direction(world, limit):
     model = torch.nn.Linear(2, 2)
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([0.0, 4.0])
     assert clip_gradients(model, limit, dist.group.WORLD) == pytest.approx(5.0)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tiny import VOCAB, moe_card
 
 from prl.config import compose
-from prl.config.schema import OptimConfig
+from prl.config.schema import OptimConfig, RunConfig
+from prl.config.world import resolve_world
 from prl.models.checkpoint import hf_tensors
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.checkpoints import commit
@@ -39,6 +40,8 @@ class Job:
     dp_shard: int = 1
     cp: int = 1
     ep: int = 1
+    layout: str | None = None  # a choice of conf/parallelism instead of the four sizes
+    experts: int = 4
     optim: dict[str, Any] = field(default_factory=lambda: {"type": "adamw", "lr": 0.01})
     overrides: list[str] = field(default_factory=list)
     steps: int = 3
@@ -60,10 +63,22 @@ def rows_of(step: int) -> list[MicroBatch]:
     return rows
 
 
+def job_config(job: Job) -> RunConfig:
+    layout = [] if job.layout is None else [f"parallelism={job.layout}"]
+    config = compose(["warm_start=none", *layout, *job.overrides])
+    card = moe_card(num_experts=job.experts)
+    return config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
+
+
 def build_policy(job: Job, world: World) -> Policy:
-    config = compose(["warm_start=none", *job.overrides])
-    config = config.model_copy(update={"model": config.model.model_copy(update={"card": moe_card()})})
-    return Policy(config, OptimConfig(**job.optim), 10, Path(job.model_path), world)
+    return Policy(job_config(job), OptimConfig(**job.optim), 10, Path(job.model_path), world)
+
+
+def job_mesh(job: Job) -> MeshPlan:
+    if job.layout is None:
+        return MeshPlan(dp_replicate=job.dp_replicate, dp_shard=job.dp_shard, cp=job.cp, ep=job.ep)
+    world = resolve_world(job_config(job))
+    return MeshPlan(dp_replicate=world.dp_replicate, dp_shard=world.dp_shard, cp=world.cp, ep=world.ep)
 
 
 def train_step(policy: Policy, step: int) -> tuple[float, float]:
@@ -82,8 +97,7 @@ def train_step(policy: Policy, step: int) -> tuple[float, float]:
 
 def run_job(job: Job) -> dict[str, Any]:
     """Losses, norms and final weights."""
-    mesh = MeshPlan(dp_replicate=job.dp_replicate, dp_shard=job.dp_shard, cp=job.cp, ep=job.ep)
-    world = build_world(mesh, torch.device("cpu"))
+    world = build_world(job_mesh(job), torch.device("cpu"))
     seed_everything(0, deterministic=False)
     policy = build_policy(job, world)
     if job.load:

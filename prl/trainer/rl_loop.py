@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from prl.metrics.mfu import packed_flops, utilisation
@@ -86,9 +87,10 @@ class RLTrainer:
         wait_for(self.world.device)
         forward_backward_s = time.perf_counter() - started
         grad_norm, optim_s = self.policy.optimizer_step(batch.step)
-        sums = sum_over_world(torch.stack(parts).sum(0).cpu())
+        sums = sum_over_data(torch.stack(parts).sum(0).cpu(), self.world)
         loss, entropy, mismatch, masked, tokens = sums.tolist()
-        tail = largest_over_world(torch.cat(kls).cpu().numpy(), tokens=int(tokens))
+        mine = torch.cat(kls).cpu().numpy() if self.world.is_first_of_context else np.empty(0)
+        tail = largest_over_world(mine, tokens=int(tokens))
         padded = self.config.seq_len * len(batch.micro_batches) * self.world.data_ranks
         useful = sum(m.num_tokens for m in batch.micro_batches)
         return {

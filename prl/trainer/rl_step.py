@@ -1,0 +1,46 @@
+"""The RL loss of one packed micro-batch, with its gradient and the sums that metrics need. The host does not wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prl.config.schema import AlgoConfig
+from prl.trainer.losses import LOSSES, SEQUENCE_LEVEL, LossInputs, masked_importance_keep, mismatch_kl
+from prl.trainer.policy import TokenStats
+from prl.transport.batch import MicroBatch
+
+
+def loss_denominator(algo: AlgoConfig, loss_tokens: int, loss_docs: int) -> int:
+    """What the sum over the global batch is divided by: trained tokens, or trained documents for sequence losses."""
+    return max(loss_docs if algo.loss in SEQUENCE_LEVEL else loss_tokens, 1)
+
+
+def backward_rl(algo: AlgoConfig, micro: MicroBatch, stats: TokenStats, denominator: int) -> tuple[Tensor, Tensor]:
+    """Gradient of one micro-batch's share of the global loss.
+
+    Returns float64 tensors on the device: the sums [5] of loss, entropy, mismatch KL, masked tokens and tokens, and
+    the mismatch KL of each trained token [M].
+    """
+    device = stats.logp.device
+    doc_ids = torch.from_numpy(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens)).to(device)
+    logp_infer = torch.tensor(micro.logp_infer, device=device)[stats.rows]
+    advantages = torch.tensor(micro.advantages, device=device)[stats.rows]
+    inputs = LossInputs(stats.logp, logp_infer, advantages, doc_ids[stats.rows], len(micro.doc_lens))
+    per_token = LOSSES[algo.loss](inputs, algo) - algo.entropy_coef * stats.entropy
+    loss = per_token.sum() / denominator
+    loss.backward()
+    kl = mismatch_kl(stats.logp, logp_infer)
+    masked = loss.new_zeros(())
+    if algo.loss == "masked_importance":
+        masked = (1 - masked_importance_keep(inputs, algo)).sum()
+    sums = torch.stack([loss.detach(), stats.entropy.detach().sum(), masked]).double()
+    count = torch.full_like(sums[0], len(stats.rows))
+    return torch.stack([sums[0], sums[1], kl.sum(), sums[2], count]), kl
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what was asked of it; the end of a timed phase."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
