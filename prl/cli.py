@@ -14,6 +14,7 @@ COMMANDS = {  # subcommand -> module whose main() it is
     "rl": "prl.rl",
     "sft": "prl.sft",
     "inference": "prl.inference.__main__",
+    "bench": "prl.bench.__main__",
     "plan": "prl.plan",
     "status": "prl.status",
 }

@@ -54,14 +54,27 @@ def dotted(cfg: DictConfig, prefix: str = "") -> set[str]:
 def test_yaml_of_rl_has_every_key_of_the_schema() -> None:
     """So that a plain override works for each of them, without `+`."""
     cfg = compose_yaml([], "rl")
-    missing = {key for key in schema_keys() if not key.startswith("sft.")} - dotted(cfg)
+    missing = {key for key in schema_keys() if not key.startswith(("sft.", "bench."))} - dotted(cfg)
     assert missing == set()
 
 
 def test_yaml_of_sft_has_every_key_of_its_groups() -> None:
-    rl_only = ("env", "algo", "inference", "eval", "weight_transport", "warm_start")
-    wanted = {key for key in schema_keys() if key.split(".")[0] not in rl_only and not key.startswith("sft.optim.")}
+    others = ("env", "algo", "inference", "eval", "weight_transport", "warm_start")
+    wanted = {key for key in schema_keys() if key.split(".")[0] not in others}
+    wanted = {key for key in wanted if not key.startswith(("sft.optim.", "bench."))}
     assert wanted - dotted(compose_yaml([], "sft")) == set()
+
+
+def test_yaml_of_bench_has_every_key_of_the_schema() -> None:
+    others = ("sft.", "warm_start.")
+    missing = {key for key in schema_keys() if not key.startswith(others)} - dotted(compose_yaml([], "bench"))
+    assert missing == set()
+
+
+def test_a_bench_row_holds_its_documents() -> None:
+    assert compose(["bench.doc_len=96"], "bench").seq_len == 96
+    assert compose(["bench.doc_len=[32,64,8]"], "bench").seq_len == 104
+    assert compose(["bench.doc_len=32", "seq_len=128"], "bench").seq_len == 128
 
 
 @pytest.mark.parametrize("override", ["memory=tight", "memory_recipe=tight"])

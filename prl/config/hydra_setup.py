@@ -17,9 +17,15 @@ def register() -> None:
     """Make both known to Hydra. Safe to call again."""
     # ${first_set:${sweep},...}: the first value that is not null (oc.select falls back for absent keys only)
     OmegaConf.register_new_resolver("first_set", _first_set, replace=True)
+    OmegaConf.register_new_resolver("row_tokens", _row_tokens, replace=True)
     store = ConfigStore.instance()
     for choice in config_groups()["memory_recipe"]:
         store.store(group="memory", name=choice, node={}, package="_global_", provider="prl")
+
+
+def _row_tokens(doc_len: int | list[int]) -> int:
+    """Tokens of a row that holds one document of that length, or all documents of a list."""
+    return doc_len if isinstance(doc_len, int) else sum(doc_len)
 
 
 def _first_set(*values: object) -> object:

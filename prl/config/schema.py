@@ -310,13 +310,31 @@ class SftConfig(Group):
     target_val_loss: NonNegativeFloat = 0.0  # stop once validation loss per token is at most this; 0: never
 
 
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+class BenchConfig(Group):
+    """Group `bench`: what `prl.bench` measures, and on which made-up data."""
+
+    target: Literal["trainer_rl", "trainer_sft", "inference", "stack", "transformers"] = "trainer_rl"
+    doc_len: Positive | tuple[Positive, ...] = 1024  # tokens of a document, or of each document of a row
+    lengths: Literal["fixed", "variable"] = "fixed"  # variable: uniform from doc_len / 8 to doc_len
+    micro_batches: Positive = 1  # packed rows per data rank and step
+    warmup_steps: NonNegative = 2
+    steps: Positive = 5  # measured ones
+    random_weights: bool = True  # drawn in place; false: those of model.path (stack always takes these)
+    baseline_checkpointing: bool = True  # transformers: gradient checkpointing
+    profile: bool = False  # one more step under torch.profiler: where the time goes
+    output_json: str | None = None
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
 class RunConfig(Group):
     """One resolved point: everything that a run needs to know, and nothing that changes while it runs."""
 
-    job: Literal["rl", "sft", "inference"]
+    job: Literal["rl", "sft", "inference", "bench"]
     name: str
     seed: int = 0
     max_steps: Positive
@@ -341,3 +359,4 @@ class RunConfig(Group):
     debug: DebugConfig = DebugConfig()
     warm_start: SftConfig | None = None  # rl: supervised steps before the first rollout, cached by their config
     sft: SftConfig | None = None  # sft: the job itself
+    bench: BenchConfig | None = None  # bench: what to measure

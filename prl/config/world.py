@@ -32,6 +32,18 @@ class World:
         return self.dp_shard * self.cp
 
 
+def has_trainers(config: RunConfig) -> bool:
+    """Whether trainer ranks are part of the job."""
+    return config.job in ("rl", "sft") or (config.bench is not None and config.bench.target != "inference")
+
+
+def has_engines(config: RunConfig) -> bool:
+    """Whether inference engines are part of the job."""
+    return config.job in ("rl", "inference") or (
+        config.bench is not None and config.bench.target in ("inference", "stack")
+    )
+
+
 def requested_devices(config: RunConfig) -> int | None:
     """Training devices that the deployment asks for, or None for `auto`."""
     deployment = config.deployment

@@ -8,13 +8,33 @@ import time
 import torch
 
 from prl.config import compose
+from prl.config.schema import RunConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
-from prl.inference.server import load_engine
+from prl.inference.server import load_engine, pick_device
+from prl.models.qwen3 import Qwen3Model
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP = 16, 48, 8
 ROUNDS = 5
+
+
+def build_engine(config: RunConfig, random_weights: bool) -> TorchEngine:
+    """The run's engine; with random weights, drawn where they are needed, no checkpoint is opened."""
+    if not random_weights:
+        return load_engine(config, None)[0]
+    name = config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
+    device = pick_device(config.deployment.device)
+    with torch.device("meta"):
+        model = Qwen3Model(config.model.card)
+    model = model.to(torch.bfloat16 if name == "bfloat16" else torch.float32).to_empty(device=device)
+    model.init_weights(torch.Generator(device).manual_seed(config.model.init_seed))
+    return TorchEngine(model.requires_grad_(False).eval(), config.inference, eos_token_ids=())
+
+
+def batch_sizes(slots: int) -> list[int]:
+    """Numbers of concurrent sequences worth measuring, up to twice what fits at a time."""
+    return sorted({1, GROUP, max(slots // 4, 1), slots, 2 * slots})
 
 
 def submit(engine: TorchEngine, sequences: int) -> None:
@@ -38,11 +58,11 @@ def measure(engine: TorchEngine, sequences: int) -> float:
 def main() -> None:
     config = compose(sys.argv[1:], config_name="inference")
     torch.set_num_threads(config.debug.num_threads or 1)
-    engine, _ = load_engine(config, None)
+    engine = build_engine(config, random_weights=False)
     slots = config.inference.max_num_seqs
     print(f"{config.model.name} on {engine.device}, {torch.get_num_threads()} threads, {slots} slots")
     measure(engine, slots)  # warms up
-    for sequences in sorted({1, GROUP, max(slots // 4, 1), slots, 2 * slots}):
+    for sequences in batch_sizes(slots):
         rates = sorted(measure(engine, sequences) for _ in range(ROUNDS))
         print(
             f"{sequences:5d} sequences of {PROMPT_TOKENS}+{COMPLETION_TOKENS} tokens: "

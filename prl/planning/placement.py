@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prl.config.schema import RunConfig
+from prl.config.world import has_engines, has_trainers
 from prl.planning.run_plan import RoleName, RolePlan
 
 
@@ -13,12 +14,12 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
         train_world: number of trainer ranks.
     """
     deployment = config.deployment
-    if config.job == "sft":
+    if not has_engines(config):
         return _trainers(config, train_world, first_device=0, first_node=0)
     multi_node = deployment.type == "multi_node"
     num_engines = deployment.num_infer_nodes * deployment.gpus_per_node if multi_node else deployment.num_infer_gpus
     engines = _engines(config, num_engines)
-    if config.job == "inference":
+    if not has_trainers(config):
         return engines
     first_device = deployment.num_infer_gpus if deployment.type == "disaggregated" else 0
     first_node = deployment.num_infer_nodes if multi_node else 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from prl.config.availability import not_available
 from prl.config.errors import UserError
-from prl.config.rules import deployment, memory, model, parallelism, rl, sft
+from prl.config.rules import bench, deployment, memory, model, parallelism, rl, sft
 from prl.config.rules.rule import Rule
 from prl.config.schema import RunConfig
+from prl.config.world import has_trainers
 
 COMMON_RULES: tuple[Rule, ...] = (
     model.card_is_complete,
@@ -41,15 +42,22 @@ RL_RULES: tuple[Rule, ...] = (
     rl.shared_memory_needs_one_node,
 )
 SFT_RULES: tuple[Rule, ...] = (sft.sft_follows_the_run,)
+BENCH_RULES: tuple[Rule, ...] = (
+    bench.documents_fit_the_row,
+    bench.variable_lengths_have_one_maximum,
+    bench.transformers_has_one_device,
+)
 
 
 def violations(config: RunConfig) -> list[UserError]:
     """Every broken rule, most basic first."""
     found = [violation for rule in COMMON_RULES for violation in rule(config)]
-    if config.job != "inference":
+    if has_trainers(config):
         found += [violation for rule in TRAIN_RULES for violation in rule(config)]
-    if config.job == "rl":
+    if config.job == "rl" or (config.bench is not None and config.bench.target == "stack"):
         found += [violation for rule in RL_RULES for violation in rule(config)]
     if config.job == "sft":
         found += [violation for rule in SFT_RULES for violation in rule(config)]
+    if config.bench is not None:
+        found += [violation for rule in BENCH_RULES for violation in rule(config)]
     return found + list(not_available(config))

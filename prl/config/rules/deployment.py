@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from prl.config.errors import UserError
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import RunConfig
-from prl.config.world import resolve_world
+from prl.config.world import has_engines, has_trainers, resolve_world
 
 
 def gpus_suffice(config: RunConfig) -> Iterator[UserError]:
     deployment = config.deployment
     if deployment.device != "cuda" or deployment.type == "multi_node":
         return
-    train = 0 if config.job == "inference" else resolve_world(config).size
-    infer = 0 if config.job == "sft" else deployment.num_infer_gpus
+    train = resolve_world(config).size if has_trainers(config) else 0
+    infer = deployment.num_infer_gpus if has_engines(config) else 0
     needed = max(train, infer) if deployment.type == "colocated" else train + infer
     if needed > deployment.gpus_per_node:
         yield UserError(

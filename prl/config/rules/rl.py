@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import resolve_world
+from prl.config.world import has_engines, resolve_world
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def there_is_an_engine(config: RunConfig) -> Iterator[UserError]:
     deployment = config.deployment
-    if config.job == "sft":
+    if not has_engines(config):
         return
     if deployment.num_infer_gpus == 0 or (deployment.type == "multi_node" and deployment.num_infer_nodes == 0):
         yield UserError(

@@ -1,0 +1,1 @@
+"""`python -m prl.bench`: how fast, and in how much memory."""

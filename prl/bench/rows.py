@@ -1,0 +1,58 @@
+"""Made-up training rows: random tokens, in documents of fixed or variable length."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from prl.config.schema import BenchConfig
+from prl.transport.batch import MicroBatch
+from prl.transport.packing import Document, build_micro_batch
+
+SHORTEST = 8  # variable documents are at least this part of doc_len
+
+
+def document_lengths(bench: BenchConfig, seq_len: int, rng: np.random.Generator) -> list[int]:
+    """Lengths of the documents of one row.
+
+    A list is taken as it is. Fixed: as many of doc_len as fit. Variable: uniform from doc_len / 8 to doc_len until the
+    next one does not fit, so that the row ends in padding, as packed rows do.
+    """
+    if not isinstance(bench.doc_len, int):
+        return list(bench.doc_len)
+    if bench.lengths == "fixed":
+        return [bench.doc_len] * (seq_len // bench.doc_len)
+    lengths: list[int] = []
+    shortest = max(bench.doc_len // SHORTEST, 2)
+    while True:
+        length = int(rng.integers(shortest, bench.doc_len + 1))
+        if sum(lengths) + length > seq_len:
+            return lengths or [min(bench.doc_len, seq_len)]
+        lengths.append(length)
+
+
+def make_row(bench: BenchConfig, seq_len: int, vocab: int, rng: np.random.Generator) -> MicroBatch:
+    """A row whose documents are trained from their second token on, with advantages of 1 and -1 by document.
+
+    The sampling probability of each token is said to be 1 / vocab, which is near what a randomly initialised model
+    gives, so that importance ratios are near 1 and nothing is masked.
+    """
+    return build_micro_batch([_document(n, vocab, rng) for n in document_lengths(bench, seq_len, rng)])
+
+
+def _document(length: int, vocab: int, rng: np.random.Generator) -> Document:
+    sign = float(rng.choice([-1.0, 1.0]))
+    return Document(
+        input_ids=rng.integers(0, vocab, length).tolist(),
+        loss_mask=[False] + [True] * (length - 1),
+        logp_infer=[0.0] + [-math.log(vocab)] * (length - 1),
+        advantages=[0.0] + [sign] * (length - 1),
+        versions=[-1] + [0] * (length - 1),
+    )
+
+
+def make_rows(bench: BenchConfig, seq_len: int, vocab: int, seed: int, step: int, data_rank: int) -> list[MicroBatch]:
+    """A data rank's rows of one step: the same numbers whatever the mesh, as long as the data rank is the same."""
+    rng = np.random.default_rng([seed, step, data_rank])
+    return [make_row(bench, seq_len, vocab, rng) for _ in range(bench.micro_batches)]

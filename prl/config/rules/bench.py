@@ -1,0 +1,45 @@
+"""Rules of a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prl.config.errors import UserError
+from prl.config.schema import RunConfig
+from prl.config.world import resolve_world
+
+
+def documents_fit_the_row(config: RunConfig) -> Iterator[UserError]:
+    assert config.bench is not None
+    doc_len = config.bench.doc_len
+    needed = doc_len if isinstance(doc_len, int) else sum(doc_len)
+    if needed > config.seq_len:
+        yield UserError(
+            f"{needed} tokens of documents do not fit a row of {config.seq_len}.",
+            where=f"bench.doc_len={doc_len}, seq_len={config.seq_len}",
+            why="a row holds whole documents: one of doc_len tokens, or all of a list",
+            fix=f"seq_len={needed}",
+        )
+
+
+def variable_lengths_have_one_maximum(config: RunConfig) -> Iterator[UserError]:
+    assert config.bench is not None
+    if config.bench.lengths == "variable" and not isinstance(config.bench.doc_len, int):
+        yield UserError(
+            "Lengths are either listed or drawn.",
+            where=f"bench.lengths=variable, bench.doc_len={list(config.bench.doc_len)}",
+            why="variable lengths are drawn between doc_len / 8 and doc_len",
+            fix=f"bench.doc_len={max(config.bench.doc_len)}, or bench.lengths=fixed",
+        )
+
+
+def transformers_has_one_device(config: RunConfig) -> Iterator[UserError]:
+    assert config.bench is not None
+    ranks = resolve_world(config).size
+    if config.bench.target == "transformers" and ranks > 1:
+        yield UserError(
+            f"Plain transformers does not train on {ranks} devices.",
+            where=f"bench.target=transformers, {ranks} trainer ranks",
+            why="the comparison is a plain training loop in one process",
+            fix="parallelism=single",
+        )
