@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 AUTO_CHUNK_TOKENS = 8192
 
@@ -18,29 +17,82 @@ Head = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def logprob_head(rows: Tensor, targets: Tensor, temperature: float, chunk: int | Literal["auto", "disabled"]) -> Head:
     """A head for `Qwen3Model.forward`: (hidden [N, H], weight [V, H]) -> log p(target) [M], entropy [M], float32.
 
-    rows [M] are the positions whose next-token distribution is wanted, targets [M] the tokens that followed. The
-    distribution is that of logits / temperature, as the engine samples it. With a chunk size (tokens), logits of one
-    chunk exist at a time and are recomputed in backward, so memory does not grow with M times V.
+    rows [M] (each at most once) are the positions whose next-token distribution is wanted, targets [M] the tokens that
+    followed. The distribution is that of logits / temperature, as the engine samples it. With a chunk size (tokens),
+    the logits of one chunk exist at a time, forward and backward, so memory does not grow with M times V.
     """
-    size = None if chunk == "disabled" else AUTO_CHUNK_TOKENS if chunk == "auto" else chunk
+    scale = 1.0 if temperature == 0.0 else 1.0 / temperature  # greedy engines report the distribution at temperature 1
 
     def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        picked = hidden[rows]
-        if size is None or len(rows) <= size:
-            return _logprob_entropy(picked, weight, targets, temperature)
-        parts = [
-            checkpoint(_logprob_entropy, h, weight, t, temperature, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(picked.split(size), targets.split(size), strict=True)
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        if chunk == "disabled":
+            return _whole_head(hidden[rows], weight, targets, scale)
+        size = AUTO_CHUNK_TOKENS if chunk == "auto" else chunk
+        return ChunkedHead.apply(hidden, weight, rows, targets, scale, size)
 
     return head
 
 
-def _logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, weight).float()
-    if temperature not in (0.0, 1.0):  # greedy engines report the distribution at temperature 1
-        logits = logits / temperature
-    logprobs = logits.log_softmax(dim=-1)  # [M, V]
+def _whole_head(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    logprobs = (F.linear(hidden, weight).float() * scale).log_softmax(dim=-1)  # [M, V]
     entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
     return -F.nll_loss(logprobs, targets, reduction="none"), entropy
+
+
+class ChunkedHead(torch.autograd.Function):
+    """Logits are computed chunk by chunk in forward, and again in backward, where their gradient overwrites them.
+
+    Four matrix products instead of three, for never keeping [M, V]. The weight's gradient is summed over chunks in the
+    weight's own dtype, in which autograd would round it anyway; within a chunk the products accumulate in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, scale: float, size: int
+    ) -> tuple[Tensor, Tensor]:
+        statistics = [
+            _statistics(F.linear(hidden[r], weight), t, scale)
+            for r, t in zip(rows.split(size), targets.split(size), strict=True)
+        ]
+        logp, lse, mean = (torch.cat(parts) for parts in zip(*statistics, strict=True))
+        ctx.save_for_backward(hidden, weight, rows, targets, lse, mean)
+        ctx.scale, ctx.size = scale, size
+        return logp, lse - mean
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, rows, targets, lse, mean = ctx.saved_tensors
+        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        pieces = (t.split(ctx.size) for t in (rows, targets, lse, mean, *(grad.contiguous() for grad in grads)))
+        for r, *rest in zip(*pieces, strict=True):
+            picked = hidden[r]
+            d_logits = _gradient(F.linear(picked, weight), *rest, ctx.scale)
+            d_hidden[r] = d_logits @ weight
+            d_weight.addmm_(d_logits.t(), picked)
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _statistics(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [M, V], targets [M] -> log p(target), log-sum-exp and mean of z = scale * logits under p: [M] float32."""
+    if logits.is_cuda:
+        from prl.trainer.head_kernels import row_statistics
+
+        return row_statistics(logits, targets, scale)
+    z = logits.float() * scale
+    lse = z.logsumexp(dim=-1)
+    mean = ((z - lse[:, None]).exp() * z).sum(dim=-1)
+    return z.gather(1, targets[:, None]).squeeze(1) - lse, lse, mean
+
+
+def _gradient(
+    logits: Tensor, targets: Tensor, lse: Tensor, mean: Tensor, g_logp: Tensor, g_entropy: Tensor, scale: float
+) -> Tensor:
+    """The gradient of logits [M, V], given those of log p(target) [M] and of the entropy [M]; may reuse the memory."""
+    if logits.is_cuda:
+        from prl.trainer.head_kernels import write_gradient
+
+        return write_gradient(logits, targets, lse, mean, g_logp, g_entropy, scale)
+    z = logits.float() * scale
+    p = (z - lse[:, None]).exp()
+    grad = -p * (g_logp[:, None] + g_entropy[:, None] * (z - mean[:, None]))
+    grad.scatter_add_(1, targets[:, None], g_logp[:, None])
+    return (grad * scale).to(logits.dtype)
