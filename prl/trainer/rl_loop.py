@@ -106,7 +106,7 @@ class RLTrainer:
             "padded_tokens": padded,
             "forward_backward_s": forward_backward_s,
             "optim_s": optim_s,
-            "flops": flops,
+            "flops": flops / self.world.cp,
         }
 
     def _sum(self, value: float) -> int:
