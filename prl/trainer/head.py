@@ -63,9 +63,9 @@ class ChunkedHead(torch.autograd.Function):
         hidden, weight, rows, targets, lse, mean = ctx.saved_tensors
         d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
         pieces = (t.split(ctx.size) for t in (rows, targets, lse, mean, *(grad.contiguous() for grad in grads)))
-        for r, *rest in zip(*pieces, strict=True):
+        for r, *numbers in zip(*pieces, strict=True):
             picked = hidden[r]
-            d_logits = _gradient(F.linear(picked, weight), *rest, ctx.scale)
+            d_logits = _gradient(F.linear(picked, weight), ctx.scale, *numbers)
             d_hidden[r] = d_logits @ weight
             d_weight.addmm_(d_logits.t(), picked)
         return d_hidden, d_weight, None, None, None, None
@@ -84,7 +84,7 @@ def _statistics(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, 
 
 
 def _gradient(
-    logits: Tensor, targets: Tensor, lse: Tensor, mean: Tensor, g_logp: Tensor, g_entropy: Tensor, scale: float
+    logits: Tensor, scale: float, targets: Tensor, lse: Tensor, mean: Tensor, g_logp: Tensor, g_entropy: Tensor
 ) -> Tensor:
     """The gradient of logits [M, V], given those of log p(target) [M] and of the entropy [M]; may reuse the memory."""
     if logits.is_cuda:

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-calls
 """Triton kernels of the chunked LM head: one pass over a chunk's logits forward, one in place backward.
 
 Everything per row of logits [M, V] (any float dtype; arithmetic in float32), with z = logits / temperature:
