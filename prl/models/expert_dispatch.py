@@ -2,6 +2,9 @@
 
 Each rank of an expert group of `ep` ranks holds E / ep neighbouring experts (GShard, arXiv:2006.16668; dropless as in
 MegaBlocks, arXiv:2211.15841: every token reaches all its experts, whatever the load).
+
+Mixing weights travel with their tokens and are applied by the experts, inside the activation: what comes back is only
+added up, so the experts' outputs [N*K, H] need not be kept for backward.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# compute(x [M, H] sorted by local expert, counts [E_local]) -> [M, H]
-ExpertCompute = Callable[[Tensor, Tensor], Tensor]
+# compute(x [M, H] sorted by local expert, counts [E_local], scale [M]) -> scale * expert(x), [M, H]
+ExpertCompute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class LocalDispatch:
@@ -22,9 +25,9 @@ class LocalDispatch:
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: ExpertCompute) -> Tensor:
         """x [N, H], weights [N, K], experts [N, K] -> [N, H]: the weighted sum of each token's experts."""
-        order, counts = sort_by_expert(experts, num_experts)
-        y = compute(x[order // experts.shape[1]], counts)
-        return combine(y, weights, order)
+        order, positions, counts = sort_by_expert(experts, num_experts)
+        scale = spread(weights.flatten(), order, positions.view(-1, 1))
+        return collect(compute(spread(x, order, positions), counts, scale), order, positions)
 
 
 class AllToAllDispatch:
@@ -35,16 +38,20 @@ class AllToAllDispatch:
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: ExpertCompute) -> Tensor:
         """As `LocalDispatch`; `compute` sees the tokens of all ranks that chose this rank's experts."""
-        order, counts = sort_by_expert(experts, num_experts)
+        order, positions, counts = sort_by_expert(experts, num_experts)
         sent = counts.view(self.size, -1)  # [ep, E_local]: to which rank, for which of its experts
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        rows = AllToAll.apply(x[order // experts.shape[1]], splits[0], splits[1], self.group)
-        by_expert = regroup(received, sum(splits[1]))
-        y = compute(rows[by_expert], received.sum(0))
-        y = AllToAll.apply(y[invert(by_expert)], splits[1], splits[0], self.group)
-        return combine(y, weights, order)
+        sizes = HostCopy(torch.stack([sent.sum(1), received.sum(1)]))
+        # the device sorts rows while the host waits for the sizes
+        rows, scale = spread(x, order, positions), spread(weights.flatten(), order, positions.view(-1, 1))
+        out, back = sizes.wait()
+        by_expert, by_rank = regroup(received, sum(back))
+        rows, scale = (AllToAll.apply(part, out, back, self.group) for part in (rows, scale))
+        rows, scale = (spread(part, by_expert, by_rank[:, None]) for part in (rows, scale))
+        rows = compute(rows, received.sum(0), scale)
+        rows = AllToAll.apply(spread(rows, by_rank, by_expert[:, None]), back, out, self.group)
+        return collect(rows, order, positions)
 
 
 class AllToAll(torch.autograd.Function):
@@ -62,18 +69,51 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grads[0], *ctx.args), None, None, None
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Assignments [N, K] -> their indices grouped by expert [N*K], tokens per expert [E]. The host does not wait."""
+class HostCopy:
+    """A small device tensor on its way to the host, so that the device can be given work before the host waits."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.to("cpu", non_blocking=True)  # into pinned memory
+        self.arrived = torch.cuda.Event() if values.is_cuda else None
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def wait(self) -> list[list[int]]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values.tolist()
+
+
+# --- who goes where ---------------------------------------------------------------------------------------------------
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Assignments [N, K] grouped by expert. The host does not wait.
+
+    Returns order [N*K] (the assignments' flat indices, in token order within an expert), its inverse positions [N, K],
+    and the tokens per expert [E].
+    """
     ordered, order = experts.flatten().sort(stable=True)
     bounds = torch.arange(num_experts + 1, device=experts.device)
-    return order, torch.searchsorted(ordered, bounds).diff()
+    return order, invert(order).view(experts.shape), torch.searchsorted(ordered, bounds).diff()
 
 
-def regroup(received: Tensor, total: int) -> Tensor:
-    """[ep, E_local] counts of rows that arrived rank by rank -> indices [total] that group them by expert."""
-    ranks, local = received.shape
-    expert = torch.arange(local, device=received.device).repeat(ranks)
-    return torch.repeat_interleave(expert, received.flatten(), output_size=total).argsort(stable=True)
+def regroup(received: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """[ep, E_local] counts of rows that arrived rank by rank -> by_expert [total], the row to take at each place of
+    the order by expert, and its inverse by_rank [total].
+    """
+    by_rank = starts(received)
+    shift = starts(received.T).T - by_rank  # how far each (rank, expert) block moves
+    rows = torch.arange(total, device=received.device)
+    there = torch.repeat_interleave(shift.flatten(), received.flatten(), output_size=total)
+    back = torch.repeat_interleave(shift.T.flatten(), received.T.flatten(), output_size=total)
+    return rows - back, rows + there
+
+
+def starts(sizes: Tensor) -> Tensor:
+    """Sizes [A, B] of blocks that lie one after another, row by row -> where each begins [A, B]."""
+    flat = sizes.flatten()
+    return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
 def invert(permutation: Tensor) -> Tensor:
@@ -81,10 +121,56 @@ def invert(permutation: Tensor) -> Tensor:
     return torch.empty_like(permutation).scatter_(0, permutation, positions)
 
 
-def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Expert outputs [N*K, H] in `order`, mixing weights [N, K] -> [N, H].
+# --- moving rows ------------------------------------------------------------------------------------------------------
 
-    Results return to their token by a gather, not by atomics, so the sum's order (and its rounding) is fixed.
+
+def spread(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """Rows x [N, ...] of tokens -> rows [M, ...] of their assignments: row m is that of token order[m] // K.
+
+    positions [N, K] is the inverse: where each assignment went, or -1 if nowhere. Backward sums each token's rows by a
+    gather, not by atomics as the backward of indexing does, so the order of the sum (and its rounding) is fixed.
     """
-    y = y * weights.flatten()[order, None]
-    return y[invert(order)].view(*weights.shape, -1).sum(dim=1)
+    return Spread.apply(x, order, positions)
+
+
+def collect(rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """Rows [M, ...] of assignments -> the sum over each token's [N, ...]; the transpose of `spread`."""
+    return Collect.apply(rows, order, positions)
+
+
+class Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.partial = order.numel() < positions.numel()
+        return x.index_select(0, order // positions.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        return sum_rows(grads[0], positions, ctx.partial), None, None
+
+
+class Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = positions.shape[1]
+        return sum_rows(rows, positions, order.numel() < positions.numel())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grads[0].index_select(0, order // ctx.top_k), None, None
+
+
+def sum_rows(rows: Tensor, positions: Tensor, partial: bool) -> Tensor:
+    """rows [M, ...], positions [N, K] -> [N, ...]: the sum of rows[positions[n]]; with `partial`, -1 adds nothing."""
+    if partial:
+        if rows.shape[0] == 0:
+            return rows.new_zeros(positions.shape[0], *rows.shape[1:])
+        nothing = (positions < 0).view(*positions.shape, *[1] * (rows.dim() - 1))
+        return rows[positions.clamp(min=0)].masked_fill_(nothing, 0).sum(dim=1)
+    if positions.shape[1] == 1:
+        return rows.index_select(0, positions[:, 0])
+    return rows[positions].sum(dim=1)

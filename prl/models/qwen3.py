@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
-from prl.models.moe import Experts, RoutingRecorder, route
+from prl.models.moe import ExpertLoad, Experts, RoutingRecorder, route
 
 # attend(layer_idx, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]; q and k are already rotated
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -86,17 +86,21 @@ class SparseMLP(nn.Module):
         self.layer_idx, self.top_k, self.norm_topk_prob = layer_idx, card.num_experts_per_tok, card.norm_topk_prob
         self.gate = nn.Linear(card.hidden_size, card.num_experts, bias=False)
         self.experts = Experts(card.num_experts, card.hidden_size, card.moe_intermediate_size)
+        self.router_bias: Tensor | None
+        self.register_buffer("router_bias", None)  # [E] float32 where training balances the load (ExpertBalance)
+        self.load: ExpertLoad | None = None
 
     def forward(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
         replayed = recorder.replay(self.layer_idx) if recorder is not None else None
         weights, experts = self.route(x, replayed)
         if recorder is not None:
             recorder.record(self.layer_idx, experts)
-        return self.experts(x, weights, experts)
+        y = self.experts(x, weights, experts)
+        return y if self.load is None else self.load.watch(self.layer_idx, y, experts)
 
     def route(self, x: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [N, H] -> mixing weights [N, K], experts [N, K]."""
-        return route(self.gate(x), self.top_k, self.norm_topk_prob, replayed)
+        return route(self.gate(x), self.top_k, self.norm_topk_prob, replayed, self.router_bias)
 
 
 class DecoderLayer(nn.Module):
