@@ -53,6 +53,7 @@ class MemoryWatch:
         self.device = device
         self.before: dict[str, int] = {"allocated": 0, "reserved": 0}
         if device.type == "cuda":
+            torch.cuda.init()  # without a context there are no statistics to reset
             torch.cuda.reset_peak_memory_stats(device)
 
     def read(self) -> dict[str, int]:
