@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prl.config.errors import UserError
+from prl.models.attention_kernels import PackedAttention
 from prl.models.qwen3 import Attend
 
 AttentionImpl = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
@@ -73,14 +74,11 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def _varlen_attention(doc_lens: list[int], device: torch.device) -> Attend:
-    import torch.nn.attention.varlen  # registers the operator
-
     ends = torch.tensor([0, *doc_lens], device=device).cumsum(0).to(torch.int32)
     longest = max(doc_lens)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # the operator behind varlen_attn: torch 2.11's wrapper refuses fewer key/value heads, its kernel does not
-        return torch.ops.torch_attn._varlen_attn(q, k, v, ends, ends, longest, longest, True)[0]
+        return PackedAttention.apply(q, k, v, ends, longest)
 
     return attend
 

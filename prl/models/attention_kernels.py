@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def varlen_forward(
         return _plain_forward(q, k, v, cu_q, cu_k, causal)
     # for max_q = 1 the kernel takes a decoding path, whose log-sum-exp comes back in another order
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, max(max_q, 2), max_k, 0.0, causal, False, **_window(causal)
+        q, k, v, cu_q, cu_k, max(max_q, 2), max_k, 0.0, causal, False
     )
     return out, lse
 
@@ -67,17 +68,32 @@ def varlen_backward(
         causal,
         rng_state,
         unused,
-        **_window(causal),
     )
     return dq, dk, dv
 
 
+class PackedAttention(torch.autograd.Function):
+    """Causal attention of packed documents, q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D].
+
+    Not `torch.nn.attention.varlen.varlen_attn`: in torch 2.11 it refuses grouped heads, and its backward names a window
+    to the kernels even where there is none, which FlashAttention 4 refuses.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+        out, lse = varlen_forward(q, k, v, ends, ends, longest, longest, causal=True)
+        ctx.save_for_backward(q, k, v, out, lse, ends)
+        ctx.longest = longest
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, ends = ctx.saved_tensors
+        return *varlen_backward(grads[0], *saved, ends, ends, ctx.longest, ctx.longest, causal=True), None, None
+
+
 def _runs_flash(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-
-
-def _window(causal: bool) -> dict[str, int]:
-    return {"window_size_left": -1, "window_size_right": 0 if causal else -1}
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

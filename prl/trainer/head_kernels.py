@@ -57,7 +57,7 @@ def _gradient_kernel(logits, targets, lse_in, mean_in, g_logp, g_entropy, vocab,
         p = tl.exp(z - lse)
         onehot = tl.where(columns == target, 1.0, 0.0)
         grad = (by_logp * (onehot - p) - by_entropy * p * (z - mean)) * scale
-        tl.store(start + columns, grad.to(logits.dtype.element_ty), mask=inside)
+        tl.store(start + columns, grad, mask=inside)
 
 
 def row_statistics(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
