@@ -20,7 +20,6 @@ class NotAvailableError(UserError):
 
 def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     """All wishes of the config that must wait for a later version."""
-    yield from _parallelism(config)
     yield from _memory(config)
     if config.inference.engine == "vllm":
         yield NotAvailableError("The vLLM engine", "inference.engine=vllm", "inference=torch")
@@ -29,12 +28,6 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     if config.model.impl == "hf" or config.model.card.family == "other":
         where = f"model.impl={config.model.impl}, model.card.family={config.model.card.family}"
         yield NotAvailableError("Training with Hugging Face model code", where, "model.impl=custom with a Qwen3 model")
-
-
-def _parallelism(config: RunConfig) -> Iterator[NotAvailableError]:
-    if config.parallelism.ep_comm_backend == "deepep":
-        fix = "parallelism.ep_comm_backend=torch"
-        yield NotAvailableError("Expert communication by DeepEP", "parallelism.ep_comm_backend=deepep", fix)
 
 
 def _memory(config: RunConfig) -> Iterator[NotAvailableError]:

@@ -93,8 +93,9 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     Returns order [N*K] (the assignments' flat indices, in token order within an expert), its inverse positions [N, K],
     and the tokens per expert [E].
     """
-    ordered, order = experts.flatten().sort(stable=True)
-    bounds = torch.arange(num_experts + 1, device=experts.device)
+    keys = experts.flatten().to(torch.int16)  # a radix sort of a quarter of the bits
+    ordered, order = keys.sort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=experts.device, dtype=torch.int16)
     return order, invert(order).view(experts.shape), torch.searchsorted(ordered, bounds).diff()
 
 

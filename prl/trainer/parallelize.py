@@ -13,8 +13,9 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from prl.config.schema import ActivationCheckpointing, ModelCard, RunConfig
+from prl.config.schema import ActivationCheckpointing, ModelCard, ParallelismConfig, RunConfig
 from prl.models.checkpoint import check_card, load_checkpoint
+from prl.models.deepep_dispatch import DeepEPDispatch
 from prl.models.expert_dispatch import AllToAllDispatch
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
@@ -40,7 +41,7 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
 def build_sharded(card: ModelCard, config: RunConfig, world: World) -> Qwen3Model:
     with torch.device("meta"):
         model = Qwen3Model(card)
-    apply_expert_parallelism(model, world)
+    apply_expert_parallelism(model, config.parallelism, world)
     apply_compile(model, config.memory_recipe.compile)
     apply_checkpointing(model, config.memory_recipe.ac)
     apply_fsdp(model, config, world)
@@ -59,15 +60,19 @@ def draw_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
             local.normal_(0.0, std, generator=generator)
 
 
-def apply_expert_parallelism(model: Qwen3Model, world: World) -> None:
+def apply_expert_parallelism(model: Qwen3Model, parallelism: ParallelismConfig, world: World) -> None:
     """Give each rank of an expert group its share of the experts, and let the tokens travel there."""
     if world.experts is None:
         return
     mesh = world.experts["ep"]
+    dispatch: AllToAllDispatch | DeepEPDispatch = AllToAllDispatch(mesh.get_group())
+    if parallelism.ep_comm_backend == "deepep":
+        chunk_size = parallelism.deepep_token_chunk_size
+        dispatch = DeepEPDispatch(mesh.get_group(), parallelism.deepep_num_sms, chunk_size)
     for experts in expert_modules(model):
         for name, param in list(experts.named_parameters(recurse=False)):
             experts.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)])))
-        experts.dispatch = AllToAllDispatch(mesh.get_group())
+        experts.dispatch = dispatch
 
 
 def expert_modules(model: nn.Module) -> list[Experts]:

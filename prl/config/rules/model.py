@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prl.config.errors import UserError
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import RunConfig
+from prl.config.world import has_engines
 
 
 def card_is_complete(config: RunConfig) -> Iterator[UserError]:
@@ -50,4 +51,26 @@ def random_model_names_its_tokenizer(config: RunConfig) -> Iterator[UserError]:
             where="model.path=null, model.tokenizer=null",
             why="without a path there is no directory to take a tokenizer from",
             fix="model.tokenizer=byte",
+        )
+
+
+def router_bias_has_a_router(config: RunConfig) -> Iterator[UserError]:
+    rate, card = config.model.router_bias_update_rate, config.model.card
+    if rate == 0:
+        return
+    where = f"model.router_bias_update_rate={rate}"
+    if card.num_experts == 0:
+        yield UserError(
+            f"{config.model.name} has no experts whose load could be balanced.",
+            where=where,
+            why="the model is dense",
+            fix="model.router_bias_update_rate=0",
+        )
+    elif has_engines(config):
+        yield UserError(
+            "The engines would choose other experts than the trainer.",
+            where=where,
+            why="the router's bias is no part of Hugging Face checkpoints, so engines sample without it; and where the "
+            "trainer replays their choice (inference.return_routed_experts) a bias decides nothing",
+            fix="model.router_bias_update_rate=0 (in a job of supervised fine-tuning it may be on)",
         )

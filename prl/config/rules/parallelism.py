@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from prl.config.errors import UserError
 from prl.config.rules.rule import next_divisor
@@ -45,6 +46,64 @@ def ep_fits_the_fsdp_island(config: RunConfig) -> Iterator[UserError]:
             where=f"parallelism.ep={world.ep}, parallelism.dp_shard={world.dp_shard}, parallelism.cp={world.cp}",
             why="ep must divide dp_shard * cp",
             fix="parallelism.dp_shard=auto deployment.num_train_gpus=auto",
+        )
+
+
+DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128)  # expert groups for which every DeepEP 1.x has kernel settings
+
+
+def deepep_fits_the_mesh(config: RunConfig) -> Iterator[UserError]:
+    parallelism, ep = config.parallelism, resolve_world(config).ep
+    if parallelism.ep_comm_backend != "deepep":
+        return
+    if ep == 1:
+        yield UserError(
+            "There is nothing for DeepEP to carry.",
+            where="parallelism.ep_comm_backend=deepep, parallelism.ep=1",
+            why="with one rank in an expert group every expert is at hand",
+            fix="parallelism.ep_comm_backend=torch, or parallelism.ep=8",
+        )
+    elif ep not in DEEPEP_SIZES:
+        yield UserError(
+            f"DeepEP has no settings for expert groups of {ep} ranks.",
+            where=f"parallelism.ep={ep}",
+            why=f"its kernels are tuned for {', '.join(map(str, DEEPEP_SIZES))} ranks",
+            fix="parallelism.ep_comm_backend=torch",
+        )
+    if parallelism.deepep_num_sms % 2:
+        yield UserError(
+            f"DeepEP cannot use {parallelism.deepep_num_sms} multiprocessors.",
+            where=f"parallelism.deepep_num_sms={parallelism.deepep_num_sms}",
+            why="one half of them sends, the other receives, so the number must be even",
+            fix=f"parallelism.deepep_num_sms={parallelism.deepep_num_sms + 1}",
+        )
+
+
+def deepep_can_run(config: RunConfig) -> Iterator[UserError]:
+    if config.parallelism.ep_comm_backend != "deepep":
+        return
+    if config.deployment.device == "cpu":
+        yield UserError(
+            "DeepEP runs on GPUs only.",
+            where="parallelism.ep_comm_backend=deepep, deployment.device=cpu",
+            why="it is a set of CUDA kernels",
+            fix="parallelism.ep_comm_backend=torch",
+        )
+    if config.model.dtype != "bfloat16":
+        yield UserError(
+            f"DeepEP cannot carry {config.model.dtype}.",
+            where=f"parallelism.ep_comm_backend=deepep, model.dtype={config.model.dtype}",
+            why="its training kernels move rows of bfloat16",
+            fix="model.dtype=bfloat16, or parallelism.ep_comm_backend=torch",
+        )
+    if find_spec("deep_ep") is None:
+        yield UserError(
+            "DeepEP is not installed.",
+            where="parallelism.ep_comm_backend=deepep",
+            why="the Python package deep_ep is not there; it is built from source, for Hopper or newer GPUs that see "
+            "each other over NVLink, and between nodes with NVSHMEM over RDMA",
+            fix="parallelism.ep_comm_backend=torch, or: pip install nvidia-nvshmem-cu13, then "
+            "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1",
         )
 
 

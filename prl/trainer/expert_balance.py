@@ -1,0 +1,61 @@
+"""Load of the experts: its statistics, and its balancing without an auxiliary loss (arXiv:2408.15664).
+
+The router's choice gets a bias per expert, which after every optimizer step moves by `update_rate` towards the mean
+load; mixing weights never see it, so no gradient of a second loss disturbs the first. The bias is a buffer of each
+sparse layer and part of the trainer's checkpoint. Hugging Face checkpoints of these models have no place for it: an
+exported model chooses experts without it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prl.models.moe import ExpertLoad
+from prl.models.qwen3 import Qwen3Model, SparseMLP
+from prl.trainer.world import World
+
+
+class ExpertBalance:
+    """Counts the tokens of every expert of a materialised `model`; with an `update_rate` above 0 it adds the biases
+    and keeps them moving. A dense model has no load, and its rows no figures.
+    """
+
+    def __init__(self, model: Qwen3Model, world: World, update_rate: float = 0.0) -> None:
+        self.layers = {i: layer.mlp for i, layer in enumerate(model.layers) if isinstance(layer.mlp, SparseMLP)}
+        self.update_rate = update_rate
+        num_experts = model.card.num_experts
+        self.load = ExpertLoad(len(model.layers), num_experts, world.device)
+        for mlp in self.layers.values():
+            mlp.load = self.load
+            if update_rate > 0:
+                mlp.router_bias = torch.zeros(num_experts, device=world.device)
+
+    def expect(self, trains: bool, valid: Tensor | None = None) -> None:
+        """What the next forward pass counts: nothing of a micro-batch that trains nothing, and of one padded for
+        context parallelism the slots that are `valid` [N] bool.
+        """
+        self.load.counting, self.load.valid = trains, valid
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """After an optimizer step: figures of all ranks' tokens since the last one, and the biases' move.
+
+        expert_load_max_over_mean: tokens of a layer's most loaded expert over the layer's mean, averaged over layers (1
+        is perfect balance); expert_load_max_over_mean_worst: the same of the worst layer. A collective over the world.
+        """
+        if not self.layers:
+            return {}
+        if dist.get_world_size() > 1:
+            dist.all_reduce(self.load.counts)
+        load = self.load.counts[list(self.layers)].double()  # [L, E]
+        mean = load.mean(dim=1, keepdim=True)
+        if self.update_rate > 0:
+            for mlp, move in zip(self.layers.values(), (mean - load).sign(), strict=True):
+                assert mlp.router_bias is not None
+                mlp.router_bias.add_(move, alpha=self.update_rate)
+        self.load.counts.zero_()
+        ratio = load.amax(dim=1) / mean.squeeze(1).clamp(min=1e-9)
+        average, worst = torch.stack([ratio.mean(), ratio.max()]).tolist()
+        return {"expert_load_max_over_mean": average, "expert_load_max_over_mean_worst": worst}

@@ -1,0 +1,242 @@
+"""Experts: the tokens' way there and back, the load on each, its balance, and the rules around them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_ranks import EXPERTS, HIDDEN, RATE, TESTS, TOKENS, TOP_K, load_biases, run_balance, run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import dense_card, moe_card, random_model
+from torch.distributed._composable import checkpoint
+from trainer_ranks import Job
+
+from prl.config import compose
+from prl.config.errors import ConfigError
+from prl.models.attention import packed_attention
+from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.expert_dispatch import LocalDispatch, collect, regroup, sort_by_expert, spread
+from prl.models.moe import Experts, route
+from prl.planning.run_plan import MeshPlan
+from prl.trainer.expert_balance import ExpertBalance
+from prl.trainer.world import build_world
+
+# --- moving rows ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 9), k=st.integers(1, 3), seed=st.integers(0, 99))
+def test_spread_and_collect_are_indexing_and_its_transpose(n, k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.randint(0, 4, (n, k), generator=generator)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    order, positions, counts = sort_by_expert(experts, 4)
+    assert torch.equal(counts, experts.flatten().bincount(minlength=4))
+    assert torch.equal(experts.flatten()[order], experts.flatten().sort().values)
+    rows = spread(x, order, positions)
+    assert torch.equal(rows, x[order // k])
+    scale = torch.randn(n * k, 1, generator=generator, dtype=torch.float64)
+    y = collect(rows * scale, order, positions)
+    plain = torch.zeros_like(x).index_add(0, order // k, x[order // k] * scale)
+    torch.testing.assert_close(y, plain)
+    grad = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(y, x, grad), torch.autograd.grad(plain, x, grad))
+
+
+def test_rows_that_went_nowhere_add_nothing():
+    positions = torch.tensor([[1, -1], [-1, -1], [0, 2]])
+    order = torch.tensor([4, 0, 5])
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: collect(spread(x, order, positions) ** 2, order, positions), x)
+    assert torch.equal(collect(spread(x, order, positions), order, positions), x * torch.tensor([[1.0], [0.0], [2.0]]))
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_regroup_orders_arrivals_by_expert(received):
+    received = torch.tensor(received)
+    total = int(received.sum())
+    expert = torch.arange(3).repeat(len(received)).repeat_interleave(received.flatten())
+    by_expert, by_rank = regroup(received, total)
+    assert torch.equal(by_expert, expert.argsort(stable=True))
+    assert torch.equal(by_expert[by_rank], torch.arange(total))
+
+
+def test_experts_are_the_weighted_sum_of_their_mlps():
+    experts = Experts(EXPERTS, HIDDEN, 12).double()
+    for param in experts.parameters():
+        param.data.normal_()
+    x, weights = torch.randn(7, HIDDEN, dtype=torch.float64), torch.rand(7, TOP_K, dtype=torch.float64)
+    chosen = torch.rand(7, EXPERTS).topk(TOP_K).indices
+    wanted = torch.zeros_like(x)
+    for n in range(7):
+        for weight, e in zip(weights[n], chosen[n], strict=True):
+            gate, up = (experts.gate_up_proj[e] @ x[n]).chunk(2)
+            wanted[n] += weight * (experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(LocalDispatch()(x, weights, chosen, EXPERTS, experts.grouped_swiglu), wanted)
+
+
+# --- in two processes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_checkpoint(hf_tensors(random_model(moe_card(), std=0.1)), path, moe_card())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def together(model_path, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks") / "two"
+    return directory, run_ranks(directory, 2, model_path)
+
+
+@pytest.fixture
+def alone():
+    """A world of one in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_to_all", "deepep", "deepep_chunk4"])
+@pytest.mark.parametrize("case", TOKENS)
+def test_distributed_experts_equal_local_ones(together, case, dispatch):
+    for results in together[1]["dispatch"]:
+        got, wanted = results[case, dispatch], results[case, "local"]
+        for name, value in wanted.items():
+            torch.testing.assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.slow
+def test_deepep_pieces_overlap(together):
+    """Each piece is on its way before the experts of the one before it are combined, in forward and in backward."""
+    results = together[1]["dispatch"][1]  # rank 1 has 2 tokens, and takes part in as many pieces as rank 0 with its 11
+    once = ["dispatch", "dispatch", "combine", "dispatch", "combine", "combine"]
+    assert results["uneven", "deepep_chunk4"]["calls"] == once * 2
+    assert results["uneven", "deepep"]["calls"] == ["dispatch", "combine"] * 2
+    assert results["uneven", "deepep"]["bytes"] == 5 * 2 * HIDDEN * 8  # the larger hint, for rows of float64
+
+
+@pytest.mark.slow
+def test_balance_in_two_processes_is_that_of_one(alone, together, model_path):
+    single, double = run_balance(Job(model_path)), together[1]["balance"]
+    for one, two in zip(single["counts"], double["counts"], strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one.sum(1), torch.tensor([42 * 2] * 2))  # once each in spite of recomputation and padding
+    assert single["figures"] == double["figures"]
+    assert torch.equal(single["biases"], double["biases"])
+    assert single["biases"].abs().max() >= RATE
+
+
+@pytest.mark.slow
+def test_biases_pass_from_mesh_to_mesh(alone, together, model_path):
+    directory, results = together
+    saved = results["balance"]["biases"]
+    assert torch.equal(results["loaded"], saved)  # ep=2 -> dp_shard=2
+    loaded = load_biases(Job(model_path, load=str(directory / "run" / "checkpoints" / "step_3")))
+    assert torch.equal(loaded, saved)
+
+
+# --- load and balance -------------------------------------------------------------------------------------------------
+
+
+def run_model(model, tokens=24):
+    ids = torch.arange(tokens) * 7 % 200
+    return model(ids, torch.arange(tokens), packed_attention([tokens], ids.device))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_load_counts_trained_tokens_once(alone, recompute):
+    model = random_model(moe_card())
+    balance = ExpertBalance(model, alone)
+    if recompute:
+        for layer in model.layers:
+            checkpoint(layer)
+    for _ in range(2):
+        run_model(model).sum().backward()
+    with torch.no_grad():
+        run_model(model)
+    balance.expect(trains=False)
+    run_model(model).sum().backward()
+    balance.expect(trains=True, valid=torch.arange(24) < 10)
+    run_model(model).sum().backward()
+    assert torch.equal(balance.load.counts.sum(1), torch.tensor([(2 * 24 + 10) * 2] * 2))
+    figures = balance.step()
+    assert figures["expert_load_max_over_mean_worst"] >= figures["expert_load_max_over_mean"] > 1
+    assert balance.load.counts.sum() == 0
+
+
+def test_figures_are_of_the_layers(alone):
+    balance = ExpertBalance(random_model(moe_card()), alone)
+    balance.load.counts.copy_(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]]))
+    assert balance.step() == {"expert_load_max_over_mean": 2.5, "expert_load_max_over_mean_worst": 4.0}
+
+
+def test_a_dense_model_has_no_load(alone):
+    assert ExpertBalance(random_model(dense_card()), alone, RATE).step() == {}
+
+
+def test_bias_evens_out_a_skewed_router(alone):
+    model = random_model(moe_card())
+    with torch.no_grad():
+        model.embed_tokens.weight += 1  # what all tokens have in common, and two of the four experts like
+        for layer in model.layers:
+            layer.mlp.gate.weight[:2] += 0.1
+    balance = ExpertBalance(model, alone, update_rate=0.003)
+    ratios = []
+    for _ in range(150):
+        run_model(model, tokens=100).sum().backward()
+        ratios.append(balance.step()["expert_load_max_over_mean"])
+    assert ratios[0] == 2
+    assert sum(ratios[-10:]) / 10 < 1.3
+
+
+def test_bias_chooses_and_does_not_weigh():
+    logits = torch.randn(50, 6, requires_grad=True)
+    bias = torch.tensor([0.5, 0, 0, 0, 0, -0.5])
+    weights, experts = route(logits, 2, True, bias=bias)
+    assert (experts == 0).any(1).all()
+    assert not (experts == 5).any()
+    replayed, _ = route(logits, 2, True, replayed=experts)
+    assert torch.equal(weights, replayed)
+    assert (route(logits, 2, True)[1] == 5).any()
+    weights[:, 0].sum().backward()
+    assert logits.grad.abs().sum() > 0
+
+
+def test_export_has_no_bias(alone):
+    model = random_model(moe_card())
+    names = {name for name, _ in hf_tensors(model)}
+    ExpertBalance(model, alone, RATE)
+    assert {name for name, _ in hf_tensors(model)} == names
+    assert "layers.0.mlp.router_bias" in model.state_dict()
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+DEEPEP = ["parallelism=ep2", "parallelism.ep_comm_backend=deepep", "model.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "message"),
+    [
+        ("rl", DEEPEP, "DeepEP is not installed"),
+        ("rl", [*DEEPEP, "model.dtype=float32"], "cannot carry float32"),
+        ("rl", [*DEEPEP, "deployment.device=cpu"], "on GPUs only"),
+        ("rl", [*DEEPEP, "parallelism.ep=1"], "nothing for DeepEP to carry"),
+        ("rl", [*DEEPEP, "parallelism.deepep_num_sms=21"], "21 multiprocessors"),
+        ("rl", ["model.router_bias_update_rate=0.001"], "other experts than the trainer"),
+        ("sft", ["model.router_bias_update_rate=0.001", "model.card.num_experts=0"], "no experts whose load"),
+    ],
+)
+def test_what_cannot_run_is_refused(job, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(overrides, job)
+
+
+def test_what_can_run_is_not_refused(monkeypatch):
+    monkeypatch.syspath_prepend(str(TESTS / "stand_ins"))
+    assert compose(DEEPEP).parallelism.ep_comm_backend == "deepep"
+    assert compose(["model.router_bias_update_rate=0.001"], "sft").model.router_bias_update_rate == 0.001
