@@ -142,36 +142,41 @@ def collect(rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
 class Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(positions)
-        ctx.partial = order.numel() < positions.numel()
-        return x.index_select(0, order // positions.shape[1])
+        ctx.save_for_backward(order, positions)
+        return copy_rows(x, order, positions)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (positions,) = ctx.saved_tensors
-        return sum_rows(grads[0], positions, ctx.partial), None, None
+        return sum_rows(grads[0], *ctx.saved_tensors), None, None
 
 
 class Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.top_k = positions.shape[1]
-        return sum_rows(rows, positions, order.numel() < positions.numel())
+        ctx.save_for_backward(order, positions)
+        return sum_rows(rows, order, positions)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return grads[0].index_select(0, order // ctx.top_k), None, None
+        return copy_rows(grads[0], *ctx.saved_tensors), None, None
 
 
-def sum_rows(rows: Tensor, positions: Tensor, partial: bool) -> Tensor:
-    """rows [M, ...], positions [N, K] -> [N, ...]: the sum of rows[positions[n]]; with `partial`, -1 adds nothing."""
-    if partial:
-        if rows.shape[0] == 0:
-            return rows.new_zeros(positions.shape[0], *rows.shape[1:])
-        nothing = (positions < 0).view(*positions.shape, *[1] * (rows.dim() - 1))
-        return rows[positions.clamp(min=0)].masked_fill_(nothing, 0).sum(dim=1)
-    if positions.shape[1] == 1:
-        return rows.index_select(0, positions[:, 0])
-    return rows[positions].sum(dim=1)
+def copy_rows(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """What `spread` computes."""
+    if x.is_cuda and x.dim() == 2:
+        from prl.models.row_kernels import scatter
+
+        return scatter(x, positions, len(order))
+    return x.index_select(0, order // positions.shape[1])
+
+
+def sum_rows(rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """What `collect` computes."""
+    if rows.is_cuda and rows.dim() == 2:
+        from prl.models.row_kernels import gather_sum
+
+        return gather_sum(rows, positions)
+    if len(order) == positions.numel():
+        return rows[positions].sum(dim=1)
+    padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])  # position -1 is this last row
+    return padded[positions].sum(dim=1)

@@ -1,0 +1,64 @@
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""Triton kernels that move rows between tokens and their assignments to experts, each row read and written once.
+
+positions [N, K] int64 says where in rows [M, H] token n's assignments lie, -1: nowhere; every row belongs to one
+assignment. `gather_sum` adds up in float32, in the order of the assignments, so it is deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  # elements of a row that one program moves
+
+
+@triton.jit
+def _scatter_kernel(x, rows, positions, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(x + token * width + columns, mask=inside)
+    for k in tl.static_range(TOP_K):
+        position = tl.load(positions + token * TOP_K + k)
+        tl.store(rows + position * width + columns, values, mask=inside & (position >= 0))
+
+
+@triton.jit
+def _gather_sum_kernel(rows, out, positions, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        position = tl.load(positions + token * TOP_K + k)
+        values = tl.load(rows + position * width + columns, mask=inside & (position >= 0), other=0.0)
+        total += values.to(tl.float32)
+    tl.store(out + token * width + columns, total, mask=inside)
+
+
+def scatter(x: Tensor, positions: Tensor, num_rows: int) -> Tensor:
+    """x [N, H] -> rows [num_rows, H]: row positions[n, k] is x[n]."""
+    rows = x.new_empty(num_rows, x.shape[1])
+    if num_rows:
+        _launch(_scatter_kernel, x.contiguous(), rows, positions)
+    return rows
+
+
+def gather_sum(rows: Tensor, positions: Tensor) -> Tensor:
+    """rows [M, H] -> [N, H]: the sum of rows[positions[n]]."""
+    out = rows.new_empty(positions.shape[0], rows.shape[1])
+    if out.numel():
+        _launch(_gather_sum_kernel, rows.contiguous(), out, positions)
+    return out
+
+
+def _launch(kernel, source: Tensor, target: Tensor, positions: Tensor) -> None:
+    tokens, top_k = positions.shape
+    width = source.shape[1]
+    block = min(BLOCK, triton.next_power_of_2(width))
+    grid = (tokens, triton.cdiv(width, block))
+    with torch.cuda.device(source.device):
+        kernel[grid](source, target, positions.contiguous(), width, TOP_K=top_k, BLOCK=block)
