@@ -80,6 +80,28 @@ def test_transformers_sees_the_same_tokens(tmp_path):
 
 
 @pytest.mark.slow
+def test_fp8_with_experts_over_two_ranks(tmp_path):
+    result = bench(tmp_path, "bench.doc_len=64", "parallelism=ep2", "memory=ac_full", "model.fp8=emulated")
+    check_training(result, tokens_per_step=128, ranks=2)
+    assert abs(result["loss"][0]) < 5
+
+
+@pytest.mark.slow
+def test_fp8_report(tmp_path):
+    args = ["model.fp8=emulated", "bench.doc_len=40", "bench.steps=2", f"bench.output_json={tmp_path / 'fp8.json'}"]
+    finished = runs.run(args, tmp_path, "prl.bench.fp8")
+    assert finished.code == 0, finished.output
+    result = json.loads((tmp_path / "fp8.json").read_text())
+    assert result["casts"]["differing"] == [0, 0, 0, 0]
+    for shape in result["shapes"]:
+        assert all(0.01 < error < 0.06 for error in shape["error"])
+        assert shape["against_emulated"] == [0, 0, 0]
+        assert shape["speedup"] > 0
+    assert len(result["losses"]["fp8"]) == 2
+    assert result["losses"]["fp8"] == pytest.approx(result["losses"]["plain"], rel=0.05)
+
+
+@pytest.mark.slow
 def test_inference_engine(tmp_path):
     result = bench(tmp_path, "bench.target=inference", "inference.max_num_seqs=4")
     assert [rate["sequences"] for rate in result["rates"]] == [1, 4, 8]

@@ -55,6 +55,8 @@ RULES = {
     "ulysses needs heads": (["parallelism.cp=8", "parallelism.dp_shard=1"], "parallelism.cp=4 or parallelism.cp_style"),
     "ring only": (["parallelism.cp=2", "model.card.cp_styles=[ring]"], "parallelism.cp_style=ring"),
     "rows over cp": (["parallelism.cp=4", "seq_len=1020"], "seq_len=1024"),
+    "fp8 wants bfloat16": (["model=qwen3_4b", "model.fp8=deep_gemm", "model.dtype=float32"], "model.dtype=bfloat16"),
+    "fp8 in blocks": (["model.fp8=deep_gemm", "model.dtype=bfloat16"], "model.fp8=none"),
     "mesh fills devices": (["parallelism=fsdp", "deployment.num_train_gpus=3"], "parallelism.dp_shard=auto"),
     "hf and chunked head": (
         ["model.impl=hf", "memory=balanced"],

@@ -17,6 +17,7 @@ from prl.config.schema import ActivationCheckpointing, ModelCard, ParallelismCon
 from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.deepep_dispatch import DeepEPDispatch
 from prl.models.expert_dispatch import AllToAllDispatch
+from prl.models.fp8 import apply_fp8
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
 from prl.trainer.compilation import apply_compile
@@ -41,6 +42,8 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
 def build_sharded(card: ModelCard, config: RunConfig, world: World) -> Qwen3Model:
     with torch.device("meta"):
         model = Qwen3Model(card)
+    if config.model.fp8 != "none":
+        apply_fp8(model, config.model.fp8)
     apply_expert_parallelism(model, config.parallelism, world)
     apply_compile(model, config.memory_recipe.compile)
     apply_checkpointing(model, config.memory_recipe.ac)

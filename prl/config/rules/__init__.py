@@ -17,6 +17,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     rl.open_servers_have_a_key,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
+    model.fp8_fits_the_model,
     parallelism.ep_divides_experts,
     parallelism.ep_fits_the_fsdp_island,
     parallelism.deepep_fits_the_mesh,

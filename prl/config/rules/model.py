@@ -74,3 +74,36 @@ def router_bias_has_a_router(config: RunConfig) -> Iterator[UserError]:
             "trainer replays their choice (inference.return_routed_experts) a bias decides nothing",
             fix="model.router_bias_update_rate=0 (in a job of supervised fine-tuning it may be on)",
         )
+
+
+FP8_BLOCK = 128
+
+
+def fp8_fits_the_model(config: RunConfig) -> Iterator[UserError]:
+    """DeepGEMM's kernels; the emulated ones take any size and any dtype."""
+    model = config.model
+    if model.fp8 != "deep_gemm":
+        return
+    if model.dtype != "bfloat16":
+        yield UserError(
+            "Block-scaled FP8 GEMMs take and give bfloat16.",
+            where=f"model.fp8=deep_gemm, model.dtype={model.dtype}",
+            why="DeepGEMM's kernels know no other activations",
+            fix="model.dtype=bfloat16, or model.fp8=emulated",
+        )
+    card = model.card
+    sizes = {
+        "hidden_size": card.hidden_size,
+        "num_attention_heads * head_dim": card.num_attention_heads * card.head_dim,
+        "num_key_value_heads * head_dim": card.num_key_value_heads * card.head_dim,
+        "intermediate_size": 0 if card.num_experts else card.intermediate_size,
+        "moe_intermediate_size": card.moe_intermediate_size,
+    }
+    uneven = {name: size for name, size in sizes.items() if size % FP8_BLOCK}
+    if uneven:
+        yield UserError(
+            f"{config.model.name} cannot be cut into blocks of {FP8_BLOCK}.",
+            where=", ".join(f"model.card: {name}={size}" for name, size in uneven.items()),
+            why=f"DeepGEMM scales weights in blocks of {FP8_BLOCK}x{FP8_BLOCK}, and pads tokens only",
+            fix="model.fp8=none, or model.fp8=emulated for tests",
+        )
