@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trainer_ranks import Job, build_policy, job_mesh, rows_of, save
+from trainer_ranks import Job, build_policy, job_config, job_mesh, rows_of, save
+from trainer_ranks import train_step as plain_step
 
+from prl.config.schema import OptimConfig
 from prl.models.deepep_dispatch import DeepEPDispatch
 from prl.models.expert_dispatch import AllToAllDispatch, LocalDispatch
 from prl.models.moe import Experts
@@ -92,6 +94,21 @@ def compare_dispatches(rank: int, size: int) -> dict[tuple[str, str], dict[str, 
     return found
 
 
+def train_by_deepep(model_path: str) -> dict[str, list[tuple[float, float]]]:
+    """Losses and gradient norms by backend, through FSDP and recomputation; rows of uneven lengths, in small pieces."""
+    histories = {}
+    for backend in ("torch", "deepep"):
+        job = Job(model_path, dp_shard=2, ep=2, overrides=["memory_recipe.ac.mode=full"])
+        config = job_config(job)
+        changes = {"ep_comm_backend": backend, "deepep_token_chunk_size": 6}
+        config = config.model_copy(update={"parallelism": config.parallelism.model_copy(update=changes)})
+        seed_everything(0, deterministic=False)
+        world = build_world(job_mesh(job), torch.device("cpu"))
+        policy = Policy(config, OptimConfig(**job.optim), 10, Path(model_path), world)
+        histories[backend] = [plain_step(policy, step) for step in (1, 2)]
+    return histories
+
+
 # --- balance ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +172,7 @@ def main() -> None:
         dist.all_gather_object(results["dispatch"], compare_dispatches(rank, size))
         recompute = ["memory_recipe.ac.mode=full"]
         job = Job(model_path, dp_shard=2, ep=2, overrides=recompute, save=str(directory / "run"))
+        results["deepep"] = train_by_deepep(model_path)
         results["balance"] = run_balance(job)
         checkpoint = str(directory / "run" / "checkpoints" / f"step_{job.steps}")
         results["loaded"] = load_biases(Job(model_path, dp_shard=2, load=checkpoint))
