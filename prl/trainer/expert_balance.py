@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from prl.models.moe import ExpertLoad
-from prl.models.qwen3 import Qwen3Model, SparseMLP
+from prl.models.qwen3 import SparseMLP
 from prl.trainer.world import World
 
 
@@ -22,11 +22,11 @@ class ExpertBalance:
     and keeps them moving. A dense model has no load, and its rows no figures.
     """
 
-    def __init__(self, model: Qwen3Model, world: World, update_rate: float = 0.0) -> None:
-        self.layers = {i: layer.mlp for i, layer in enumerate(model.layers) if isinstance(layer.mlp, SparseMLP)}
+    def __init__(self, model: nn.Module, world: World, update_rate: float = 0.0) -> None:
+        self.layers = {mlp.layer_idx: mlp for mlp in model.modules() if isinstance(mlp, SparseMLP)}
         self.update_rate = update_rate
-        num_experts = model.card.num_experts
-        self.load = ExpertLoad(len(model.layers), num_experts, world.device)
+        num_experts = max((mlp.experts.num_experts for mlp in self.layers.values()), default=0)
+        self.load = ExpertLoad(max(self.layers, default=-1) + 1, num_experts, world.device)
         for mlp in self.layers.values():
             mlp.load = self.load
             if update_rate > 0:
