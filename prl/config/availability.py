@@ -25,9 +25,6 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
         yield NotAvailableError("The vLLM engine", "inference.engine=vllm", "inference=torch")
     if config.deployment.type == "multi_node":
         yield NotAvailableError("Deployment on several nodes", "deployment.type=multi_node", "deployment=disaggregated")
-    if config.model.impl == "hf" or config.model.card.family == "other":
-        where = f"model.impl={config.model.impl}, model.card.family={config.model.card.family}"
-        yield NotAvailableError("Training with Hugging Face model code", where, "model.impl=custom with a Qwen3 model")
 
 
 def _memory(config: RunConfig) -> Iterator[NotAvailableError]:

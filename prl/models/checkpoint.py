@@ -101,7 +101,7 @@ def check_card(path: Path, card: ModelCard) -> None:
     config |= config.get("rope_parameters") or {}  # where transformers 5 writes rope_theta
     wrong = [
         f"{key}: card {value}, checkpoint {config[key]}"
-        for key, value in card_to_hf_config(card).items()
+        for key, value in _described(card).items()
         if key in config and config[key] != value and key not in ("architectures", "torch_dtype", "dtype")
     ]
     if wrong:
@@ -111,6 +111,14 @@ def check_card(path: Path, card: ModelCard) -> None:
             why="rules and plan are computed from the card",
             fix="correct conf/model/<choice>.yaml or choose another model=",
         )
+
+
+def _described(card: ModelCard) -> dict[str, Any]:
+    """What config.json must say; of another family's only what all families call the same."""
+    if card.family != "other":
+        return card_to_hf_config(card)
+    same = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    return card.model_dump(include={*same, "tie_word_embeddings"})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -232,7 +240,7 @@ def hf_tensors(model: Qwen3Model) -> Iterator[tuple[str, Tensor]]:
 def save_checkpoint(
     tensors: Iterable[tuple[str, Tensor]], path: Path, card: ModelCard, shard_bytes: int = 5 << 30
 ) -> None:
-    """Write safetensors shards, their index and config.json."""
+    """Write safetensors shards, their index and config.json (of another family: `copy_tokenizer` brings it)."""
     from safetensors.torch import save_file
 
     path.mkdir(parents=True, exist_ok=True)
@@ -258,7 +266,8 @@ def save_checkpoint(
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
         (path / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
-    (path / "config.json").write_text(json.dumps(card_to_hf_config(card), indent=1) + "\n")
+    if card.family != "other":
+        (path / "config.json").write_text(json.dumps(card_to_hf_config(card), indent=1) + "\n")
 
 
 def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
@@ -289,5 +298,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy what is not weights (tokenizer, chat template, generation config), so that the export stands alone."""
     for file in source.iterdir():
         keep = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.startswith("model.safetensors")
-        if file.is_file() and keep and file.name != "config.json":
+        written = file.name == "config.json" and (target / file.name).exists()
+        if file.is_file() and keep and not written:
             shutil.copy2(file, target / file.name)

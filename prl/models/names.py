@@ -32,6 +32,9 @@ class Region:
 
 def locate(hf_name: str, card: ModelCard) -> Region | None:
     """The region that a checkpoint tensor fills; None for one that this model does not hold (a tied LM head)."""
+    if card.family == "other":  # transformers' own modules: one to one, but for tables that some files carry along
+        dropped = hf_name.endswith(".inv_freq") or (hf_name == "lm_head.weight" and card.tie_word_embeddings)
+        return None if dropped else Region(hf_name)
     if match := _EXPERT.fullmatch(hf_name):
         stack, expert, kind = match[1], int(match[2]), match[3]
         if kind == "down":
@@ -45,7 +48,9 @@ def locate(hf_name: str, card: ModelCard) -> Region | None:
 
 def to_hf(name: str, tensor: Tensor, card: ModelCard) -> Iterator[tuple[str, Tensor]]:
     """One whole parameter of ours -> its checkpoint tensors (views)."""
-    if name.endswith("experts.gate_up_proj"):
+    if name == "lm_head.weight" or card.family == "other":
+        yield name, tensor
+    elif name.endswith("experts.gate_up_proj"):
         stack, size = name.removesuffix(".gate_up_proj"), card.moe_intermediate_size
         for expert in range(card.num_experts):
             yield f"model.{stack}.{expert}.gate_proj.weight", tensor[expert, :size]
@@ -54,7 +59,5 @@ def to_hf(name: str, tensor: Tensor, card: ModelCard) -> Iterator[tuple[str, Ten
         stack = name.removesuffix(".down_proj")
         for expert in range(card.num_experts):
             yield f"model.{stack}.{expert}.down_proj.weight", tensor[expert]
-    elif name == "lm_head.weight":
-        yield name, tensor
     else:
         yield f"model.{name}", tensor

@@ -13,7 +13,7 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from prl.config.schema import ActivationCheckpointing, ModelCard, ParallelismConfig, RunConfig
+from prl.config.schema import ActivationCheckpointing, ParallelismConfig, RunConfig
 from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.deepep_dispatch import DeepEPDispatch
 from prl.models.expert_dispatch import AllToAllDispatch
@@ -31,7 +31,7 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
     """
     if path is not None:
         check_card(path, config.model.card)
-    model = build_sharded(config.model.card, config, world)
+    model = build_sharded(config, path, world)
     if path is not None:
         load_checkpoint(model, path)
     else:
@@ -39,9 +39,19 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
     return model
 
 
-def build_sharded(card: ModelCard, config: RunConfig, world: World) -> Qwen3Model:
+def build_meta(config: RunConfig, path: Path | None) -> Qwen3Model:
+    """The model without storage: ours, or transformers' behind the same interface."""
+    card = config.model.card
+    if config.model.impl == "hf" or card.family == "other":
+        from prl.models.hf_causal_lm import build_hf_model
+
+        return build_hf_model(path, card)  # type: ignore[return-value]
     with torch.device("meta"):
-        model = Qwen3Model(card)
+        return Qwen3Model(card)
+
+
+def build_sharded(config: RunConfig, path: Path | None, world: World) -> Qwen3Model:
+    model = build_meta(config, path)
     if config.model.fp8 != "none":
         apply_fp8(model, config.model.fp8)
     apply_expert_parallelism(model, config.parallelism, world)

@@ -12,6 +12,7 @@ from prl.config.world import has_trainers
 COMMON_RULES: tuple[Rule, ...] = (
     model.card_is_complete,
     model.random_model_names_its_tokenizer,
+    model.engine_knows_the_model,
     deployment.gpus_suffice,
     rl.there_is_an_engine,
     rl.open_servers_have_a_key,

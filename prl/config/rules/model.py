@@ -76,6 +76,16 @@ def router_bias_has_a_router(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def engine_knows_the_model(config: RunConfig) -> Iterator[UserError]:
+    if has_engines(config) and config.model.card.family == "other" and config.inference.engine == "torch":
+        yield UserError(
+            f"The built-in engine cannot run {config.model.name}.",
+            where="inference.engine=torch, model.card.family=other",
+            why="it runs the models of prl/models; other families can be trained, but need another engine to sample",
+            fix="inference=vllm",
+        )
+
+
 FP8_BLOCK = 128
 
 

@@ -174,6 +174,7 @@ def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
         (world.ep > 1, f"parallelism.ep={world.ep}", "parallelism.ep=1"),
         (world.cp > 1, f"parallelism.cp={world.cp}", "parallelism.cp=1"),
         (memory.ac.mode == "selective", "memory_recipe.ac.mode=selective", "memory_recipe.ac.mode=full"),
+        (memory.compile, "memory_recipe.compile=true", "memory_recipe.compile=false"),
         (
             memory.fused_lm_head_token_chunk_size != "disabled",
             f"memory_recipe.fused_lm_head_token_chunk_size={memory.fused_lm_head_token_chunk_size}",
@@ -181,5 +182,5 @@ def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
         ),
     ):
         if broken:
-            why = "EP, CP, selective checkpointing and the chunked LM head need model.impl=custom"
+            why = "EP, CP, selective checkpointing, compilation and the chunked LM head need model.impl=custom"
             yield UserError("Hugging Face model code cannot do this.", where=where, why=why, fix=fix)

@@ -1,0 +1,199 @@
+"""transformers' models behind our interface: logits on packed documents, names, ties, FSDP, whole runs."""
+
+import json
+
+import pytest
+import runs
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prl.config import compose
+from prl.config.errors import ConfigError, UserError
+from prl.config.schema import ModelCard
+from prl.models.attention import packed_attention
+from prl.models.checkpoint import check_card, copy_tokenizer, hf_tensors, load_checkpoint, save_checkpoint
+from prl.models.hf_causal_lm import HFCausalLM, build_hf_model
+
+DOCS = [7, 1, 12, 5]
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 100,
+}
+# family -> what differs from SIZES in its config
+FAMILIES = {
+    "llama": {},
+    "llama3_rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    },
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 50, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 3},
+    "olmo2": {},
+    "phi3": {"pad_token_id": 0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+
+
+def plain_model(family: str, **changes: object):
+    fields = {**SIZES, **FAMILIES.get(family, {}), **changes}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(fields.pop("model_type", family), **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():  # away from the defaults, norms and biases too
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)
+    return model
+
+
+def card_of(model) -> ModelCard:
+    config = model.config
+    sizes = {key: getattr(config, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
+    heads = sizes["num_attention_heads"]
+    return ModelCard(
+        family="other", **sizes, vocab_size=config.vocab_size, tie_word_embeddings=config.tie_word_embeddings,
+        num_key_value_heads=config.to_dict().get("num_key_value_heads", heads), head_dim=sizes["hidden_size"] // heads,
+    )  # fmt: skip
+
+
+def adapt(model, path) -> HFCausalLM:
+    """Through its checkpoint, as a run loads it."""
+    model.save_pretrained(path, max_shard_size="20KB")
+    card = card_of(model)
+    check_card(path, card)
+    ours = build_hf_model(path, card)
+    assert all(param.is_meta for param in ours.parameters())
+    ours = ours.to_empty(device="cpu")
+    load_checkpoint(ours, path)
+    return ours.eval()
+
+
+def packed() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, SIZES["vocab_size"], (sum(DOCS),), generator=generator)
+    return ids, torch.cat([torch.arange(n) for n in DOCS])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_of_packed_documents_are_those_of_each_document_alone(family, tmp_path):
+    model = plain_model(family)
+    ours = adapt(model, tmp_path)
+    ids, positions = packed()
+    logits = ours.logits(ours(ids, positions, packed_attention(DOCS, ids.device)))
+    alone = torch.cat([model(doc[None], use_cache=False).logits[0] for doc in ids.split(DOCS)])
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+    assert alone.std() > 0.01
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_names_are_those_of_the_checkpoint_there_and_back(family, tmp_path):
+    model = plain_model(family)
+    ours = adapt(model, tmp_path / "source")
+    save_checkpoint(hf_tensors(ours), tmp_path / "export", card_of(model))
+    copy_tokenizer(tmp_path / "source", tmp_path / "export")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_and_ties(tied, tmp_path):
+    model = plain_model("llama", tie_word_embeddings=tied)
+    ours = adapt(model, tmp_path)
+    assert (ours.head_weight is ours.get_parameter("model.embed_tokens.weight")) == tied
+    ids, positions = packed()
+    ours(
+        ids, positions, packed_attention(DOCS, ids.device), head=lambda h, w: (h @ w.t()).logsumexp(-1)
+    ).sum().backward()
+    sum(model(doc[None], use_cache=False).logits.logsumexp(-1).sum() for doc in ids.split(DOCS)).backward()
+    for name, param in ours.named_parameters():
+        torch.testing.assert_close(param.grad, model.get_parameter(name).grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_qwen3_is_built_from_its_card(tmp_path):
+    card = tiny.dense_card()
+    model = tiny.random_model(card)
+    save_checkpoint(hf_tensors(model), tmp_path, card)
+    theirs = build_hf_model(None, card).to_empty(device="cpu")
+    load_checkpoint(theirs, tmp_path)
+    ids, positions = packed()
+    attend = packed_attention(DOCS, ids.device)
+    torch.testing.assert_close(theirs(ids, positions, attend), model(ids, positions, attend), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("gemma2", {"head_dim": 16}, "final_logit_softcapping"),
+        ("qwen3_next", {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1}, "linear_attention"),
+    ],
+)
+def test_models_that_cannot_be_packed_are_refused(family, changes, what, tmp_path):
+    AutoConfig.for_model(family, **{**SIZES, **changes}).save_pretrained(tmp_path)
+    card = ModelCard(family="other", head_dim=8, **{k: v for k, v in SIZES.items() if k != "intermediate_size"})
+    with pytest.raises(UserError, match=what):
+        build_hf_model(tmp_path, card)
+
+
+def test_capped_scores(tmp_path):
+    """gemma2 without its capped logits, but with capped scores and windows."""
+    model = plain_model(
+        "gemma2", head_dim=16, final_logit_softcapping=None, attn_logit_softcapping=2.0, sliding_window=4
+    )
+    ours = adapt(model, tmp_path)
+    ids, positions = packed()
+    with torch.no_grad():
+        logits = ours.logits(ours(ids, positions, packed_attention(DOCS, ids.device)))
+        alone = torch.cat([model(doc[None], use_cache=False).logits[0] for doc in ids.split(DOCS)])
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["memory_recipe.compile=true"], "memory_recipe.compile=false"),
+        (["model.card.family=other"], "inference=vllm"),
+        (["parallelism=ep2"], "parallelism.ep=1"),
+    ],
+    ids=" ".join,
+)
+def test_what_needs_our_own_code_is_refused(overrides, fix):
+    with pytest.raises(ConfigError) as error:
+        compose(["model.impl=hf", *overrides])
+    assert any(fix in violation.fix for violation in error.value.violations)
+
+
+@pytest.mark.slow
+def test_an_sft_run_of_another_family_over_two_ranks(tmp_path):
+    """FSDP, checkpointing and export of a llama; the same losses as on one rank."""
+    model = plain_model("llama", vocab_size=tiny.VOCAB)
+    source = tmp_path / "llama"
+    model.save_pretrained(source)
+    tiny.byte_tokenizer(source)
+    data = tmp_path / "squares.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}^2", "completion": str(i * i)}) + "\n" for i in range(300)))
+    card = [f"model.card.{key}={value}" for key, value in SIZES.items() if key != "vocab_size"]
+    losses = []
+    for ranks in (1, 2):
+        run_dir = tmp_path / f"run{ranks}"
+        overrides = [
+            f"output_dir={run_dir}", f"model.path={source}", "model.tokenizer=null", "model.impl=hf",
+            "model.card.family=other", "model.card.head_dim=8", "model.card.num_experts=0",
+            "model.card.num_experts_per_tok=0", "model.card.tie_word_embeddings=false", *card,
+            f"parallelism.dp_shard={ranks}", "memory=ac_full", "data=jsonl", f"sft.data.source={data}", "max_steps=3",
+            "sft.batch_size=4", "sft.val_interval=3", "seq_len=128", "logging.wandb.mode=disabled",
+        ]  # fmt: skip
+        finished = runs.run(overrides, tmp_path, "prl.sft")
+        assert finished.code == 0, finished.output
+        losses.append([row["loss"] for row in runs.rows(run_dir, "trainer.0")])
+        again = AutoModelForCausalLM.from_pretrained(run_dir / "export")
+        assert not torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
