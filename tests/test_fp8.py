@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from prl.models.attention import packed_attention
-from prl.models.fp8 import Fp8Experts, Fp8Linear, apply_fp8, fp8_grouped_mm, fp8_linear
+from prl.models.fp8 import Fp8Experts, Fp8Linear, apply_fp8, fp8_grouped_mm, fp8_linear, fp8_linear_backward
 from prl.models.fp8_cast import BLOCK, cast_blocks, cast_columns, cast_rows, restore_blocks, restore_rows
 from prl.models.fp8_groups import group_rows
 from prl.models.moe import grouped_linear
@@ -104,6 +104,8 @@ def test_gradients_only_where_they_are_wanted(wants):
     x, weight = torch.randn(5, 64, requires_grad=wants[0]), torch.randn(16, 64, requires_grad=wants[1])
     fp8_linear(x, weight, "emulated").sum().backward()
     assert (x.grad is not None, weight.grad is not None) == wants
+    grads = fp8_linear_backward(torch.randn(5, 16), x.detach(), weight.detach(), "emulated", *wants)
+    assert tuple(grad.numel() > 0 for grad in grads) == wants, "what nobody wants is not computed"
 
 
 def test_products_of_representable_values_are_exact():
