@@ -67,7 +67,7 @@ RULES = {
         "memory_recipe.optim_cpu_offload=false",
     ),
     "muon on the host": (["optim=muon", "memory_recipe.fsdp_cpu_offload=true"], "memory_recipe.fsdp_cpu_offload=false"),
-    "ac target": (["memory_recipe.ac.targets=[mlpp]"], "memory_recipe.ac.targets=[norm,attn_proj,moe]"),
+    "ac target": (["memory_recipe.ac.targets=[mlpp]"], "memory_recipe.ac.targets=[norm,act,attn_proj,moe]"),
     "too few GPUs": (
         ["deployment.device=cuda", "parallelism.dp_shard=8", "deployment.num_train_gpus=8"],
         "gpus_per_node=9",

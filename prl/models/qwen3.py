@@ -75,7 +75,11 @@ class DenseMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """SwiGLU (arXiv:2002.05202): gate and up [N, I] -> [N, I]."""
+        return F.silu(gate) * up
 
 
 class SparseMLP(nn.Module):

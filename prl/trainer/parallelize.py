@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from prl.config.schema import ActivationCheckpointing, ParallelismConfig, RunConfig
+from prl.config.schema import ParallelismConfig, RunConfig
 from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.deepep_dispatch import DeepEPDispatch
 from prl.models.expert_dispatch import AllToAllDispatch
@@ -21,6 +20,7 @@ from prl.models.fp8 import apply_fp8
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
 from prl.trainer.compilation import apply_compile
+from prl.trainer.recompute import apply_checkpointing
 from prl.trainer.world import World, shard_mesh
 
 
@@ -56,7 +56,7 @@ def build_sharded(config: RunConfig, path: Path | None, world: World) -> Qwen3Mo
         apply_fp8(model, config.model.fp8)
     apply_expert_parallelism(model, config.parallelism, world)
     apply_compile(model, config.memory_recipe.compile)
-    apply_checkpointing(model, config.memory_recipe.ac)
+    apply_checkpointing(model, config.memory_recipe.ac, config.memory_recipe.compile)
     apply_fsdp(model, config, world)
     return model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)
 
@@ -90,14 +90,6 @@ def apply_expert_parallelism(model: Qwen3Model, parallelism: ParallelismConfig, 
 
 def expert_modules(model: nn.Module) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
-
-
-def apply_checkpointing(model: Qwen3Model, ac: ActivationCheckpointing) -> None:
-    """Recompute every `freq`-th layer's activations in backward (arXiv:1604.06174)."""
-    if ac.mode == "none":
-        return
-    for index in range(0, len(model.layers), ac.freq):
-        checkpoint(model.layers[index], preserve_rng_state=False)  # by hooks: parameters keep their names
 
 
 def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
