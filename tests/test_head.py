@@ -71,6 +71,28 @@ def test_gradients_by_finite_differences():
             assert (up - down) / (2 * step) == pytest.approx(grad[i].item(), abs=2e-3)
 
 
+@pytest.mark.parametrize("wanted", ["hidden", "weight"])
+def test_gradients_that_nobody_wants_are_not_computed(wanted):
+    hidden, weight = torch.randn(9, 4), torch.randn(30, 4)
+    {"hidden": hidden, "weight": weight}[wanted].requires_grad_(True)
+    logp, _ = logprob_head(torch.arange(9), torch.arange(9), 1.0, 4)(hidden, weight)
+    with Products() as products:
+        logp.sum().backward()
+    assert products.count == 2 * 3, "the logits of each chunk, and one gradient"
+    assert (hidden.grad is None) == (wanted == "weight")
+    assert (weight.grad is None) == (wanted == "hidden")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "mm" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
 class Largest(TorchDispatchMode):
     """Remembers the most elements that any tensor made inside had, weight-shaped ones aside."""
 

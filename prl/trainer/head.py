@@ -61,13 +61,16 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, targets, lse, mean = ctx.saved_tensors
-        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # frozen under LoRA
         pieces = (t.split(ctx.size) for t in (rows, targets, lse, mean, *(grad.contiguous() for grad in grads)))
         for r, *numbers in zip(*pieces, strict=True):
             picked = hidden[r]
             d_logits = _gradient(F.linear(picked, weight), ctx.scale, *numbers)
-            d_hidden[r] = d_logits @ weight
-            d_weight.addmm_(d_logits.t(), picked)
+            if d_hidden is not None:
+                d_hidden[r] = d_logits @ weight
+            if d_weight is not None:
+                d_weight.addmm_(d_logits.t(), picked)
         return d_hidden, d_weight, None, None, None, None
 
 
