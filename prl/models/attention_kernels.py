@@ -89,7 +89,9 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *saved, ends = ctx.saved_tensors
-        return *varlen_backward(grads[0], *saved, ends, ends, ctx.longest, ctx.longest, causal=True), None, None
+        q, k, v, out, lse = saved
+        longest = ctx.longest
+        return *varlen_backward(grads[0], q, k, v, out, lse, ends, ends, longest, longest, causal=True), None, None
 
 
 def _runs_flash(q: Tensor) -> bool:
