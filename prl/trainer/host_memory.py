@@ -23,6 +23,11 @@ class CopyStream:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
 
+    def follow(self, other: CopyStream) -> None:
+        """Copies asked for from now on wait for those of another stream."""
+        if self.stream is not None and other.stream is not None:
+            self.stream.wait_stream(other.stream)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         if self.stream is None:
             target.copy_(source)
