@@ -68,6 +68,24 @@ RULES = {
     ),
     "muon on the host": (["optim=muon", "memory_recipe.fsdp_cpu_offload=true"], "memory_recipe.fsdp_cpu_offload=false"),
     "ac target": (["memory_recipe.ac.targets=[mlpp]"], "memory_recipe.ac.targets=[norm,act,attn_proj,moe]"),
+    "muon steps on the device": (
+        ["optim=muon", "memory_recipe.optim_cpu_offload=full"],
+        "memory_recipe.optim_cpu_offload=true",
+    ),
+    "lora target": (
+        ["memory=lora", "memory_recipe.lora.targets=[q_proj,up_proj]"],
+        "memory_recipe.lora.targets=[q_proj,k_proj,v_proj,o_proj,experts]",
+    ),
+    "lora without targets": (["memory=lora", "memory_recipe.lora.targets=[]"], "memory_recipe.lora.targets=[q_proj"),
+    "lora on foreign experts": (
+        ["memory=lora", "model.impl=hf", "memory_recipe.lora.targets=[experts]"],
+        "memory_recipe.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
+    ),
+    "lora and fp8": (["memory=lora", "model.fp8=emulated"], "model.fp8=none"),
+    "lora rank in blocks": (
+        ["memory=lora", "model.dtype=bfloat16", "memory_recipe.lora.rank=4", "memory_recipe.lora.targets=[experts]"],
+        "memory_recipe.lora.rank=8",
+    ),
     "too few GPUs": (
         ["deployment.device=cuda", "parallelism.dp_shard=8", "deployment.num_train_gpus=8"],
         "gpus_per_node=9",

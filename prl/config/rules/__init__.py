@@ -31,7 +31,10 @@ TRAIN_RULES: tuple[Rule, ...] = (
     parallelism.custom_code_is_there,
     model.router_bias_has_a_router,
     memory.offloads_exclude_each_other,
+    memory.the_host_steps_elementwise,
     memory.ac_targets_exist,
+    memory.lora_targets_exist,
+    memory.lora_fits_the_kernels,
     deployment.fsdp_groups_need_nodes,
     sft.rows_fill_the_ranks,
 )

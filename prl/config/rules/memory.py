@@ -15,7 +15,7 @@ def offloads_exclude_each_other(config: RunConfig) -> Iterator[UserError]:
     if memory.optim_cpu_offload:
         yield UserError(
             "fsdp_cpu_offload and optim_cpu_offload are both on.",
-            where="memory_recipe.fsdp_cpu_offload=true, memory_recipe.optim_cpu_offload=true",
+            where=f"memory_recipe.fsdp_cpu_offload=true, memory_recipe.optim_cpu_offload={memory.optim_cpu_offload}",
             why="fsdp_cpu_offload already keeps the optimizer state on the host",
             fix="memory_recipe.optim_cpu_offload=false",
         )
@@ -25,6 +25,16 @@ def offloads_exclude_each_other(config: RunConfig) -> Iterator[UserError]:
             where="optim.type=muon, memory_recipe.fsdp_cpu_offload=true",
             why="Muon orthogonalises whole matrices, which is far too slow on the host",
             fix="memory_recipe.fsdp_cpu_offload=false memory_recipe.optim_cpu_offload=true",
+        )
+
+
+def the_host_steps_elementwise(config: RunConfig) -> Iterator[UserError]:
+    if config.memory_recipe.optim_cpu_offload == "full" and config.optim.type == "muon":
+        yield UserError(
+            "Muon cannot step on the host.",
+            where="optim.type=muon, memory_recipe.optim_cpu_offload=full",
+            why="the host holds each rank's shards, and Muon orthogonalises whole matrices",
+            fix="memory_recipe.optim_cpu_offload=true",
         )
 
 
@@ -38,3 +48,48 @@ def ac_targets_exist(config: RunConfig) -> Iterator[UserError]:
                 why=f"its card allows: {', '.join(known) or 'none'}",
                 fix=f"memory_recipe.ac.targets=[{','.join(known)}]",
             )
+
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+def lora_targets_exist(config: RunConfig) -> Iterator[UserError]:
+    """Of our own models; what linears transformers' have is seen when they are built."""
+    lora, card = config.memory_recipe.lora, config.model.card
+    if not lora.rank:
+        return
+    ours = config.model.impl != "hf" and card.family != "other"
+    known = (*ATTENTION_LINEARS, *(("experts",) if card.num_experts else MLP_LINEARS))
+    unknown = [target for target in lora.targets if (target not in known if ours else target == "experts")]
+    if unknown or not lora.targets:
+        yield UserError(
+            f"{config.model.name} has no LoRA target {', '.join(unknown)}." if unknown else "LoRA has no targets.",
+            where=f"memory_recipe.lora.targets=[{','.join(lora.targets)}]",
+            why=f"its linears are: {', '.join(known)}" if ours else "stacked experts are those of model.impl=custom",
+            fix=f"memory_recipe.lora.targets=[{','.join(known if ours else ATTENTION_LINEARS)}]",
+        )
+
+
+GROUPED_ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes to which grouped GEMMs align rows
+
+
+def lora_fits_the_kernels(config: RunConfig) -> Iterator[UserError]:
+    lora = config.memory_recipe.lora
+    if not lora.rank:
+        return
+    if config.model.fp8 != "none":
+        yield UserError(
+            "LoRA cannot be combined with FP8.",
+            where=f"memory_recipe.lora.rank={lora.rank}, model.fp8={config.model.fp8}",
+            why="adapters sit on plain linears, and LoRA leaves out a third of what FP8 would speed up",
+            fix="model.fp8=none",
+        )
+    if "experts" in lora.targets and config.model.dtype == "bfloat16" and lora.rank % GROUPED_ALIGNMENT:
+        rank = -(-lora.rank // GROUPED_ALIGNMENT) * GROUPED_ALIGNMENT
+        yield UserError(
+            f"Adapters of experts cannot have rank {lora.rank} in bfloat16.",
+            where=f"memory_recipe.lora.rank={lora.rank}, memory_recipe.lora.targets=[{','.join(lora.targets)}]",
+            why=f"grouped GEMMs want rows of 16 bytes, which are {GROUPED_ALIGNMENT} elements",
+            fix=f"memory_recipe.lora.rank={rank}",
+        )
