@@ -81,7 +81,7 @@ def test_transformers_sees_the_same_tokens(tmp_path):
 
 @pytest.mark.slow
 def test_fp8_with_experts_over_two_ranks(tmp_path):
-    result = bench(tmp_path, "bench.doc_len=64", "parallelism=ep2", "memory=ac_full", "model.fp8=emulated")
+    result = bench(tmp_path, "bench.doc_len=64", "parallelism=ep2", "memory_recipe.ac.mode=full", "model.fp8=emulated")
     check_training(result, tokens_per_step=128, ranks=2)
     assert abs(result["loss"][0]) < 5
 

@@ -29,17 +29,6 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
 
 def _memory(config: RunConfig) -> Iterator[NotAvailableError]:
     memory = config.memory_recipe
-    if memory.ac.mode == "selective":
-        fix = "memory_recipe.ac.mode=full"
-        yield NotAvailableError("Selective activation checkpointing", "memory_recipe.ac.mode=selective", fix)
-    for name, wanted in (
-        ("ac_offloading.enabled", memory.ac_offloading.enabled),
-        ("fsdp_cpu_offload", memory.fsdp_cpu_offload),
-        ("optim_cpu_offload", memory.optim_cpu_offload),
-    ):
-        if wanted:
-            key = f"memory_recipe.{name}"
-            yield NotAvailableError(name.split(".")[0], f"{key}=true", f"{key}=false")
     if memory.lora.rank:
         fix = "memory_recipe.lora.rank=0"
         yield NotAvailableError("LoRA", f"memory_recipe.lora.rank={memory.lora.rank}", fix)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from prl.runtime.checkpoints import full_disk_error, staging_dir
+from prl.trainer.optimizer_offload import master_weights
 
 PART = "trainer"
 
@@ -81,6 +82,7 @@ class TrainerCheckpointer:
 
     def _state(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(model, optimizers)
+        model_state.update(master_weights(model, optimizers))
         return {"model": model_state, "optimizer": optimizer_state, _random_key(): _random_state()}
 
 

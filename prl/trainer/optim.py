@@ -84,17 +84,15 @@ def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float, island: dist.ProcessGroup) -> float:
+def clip_gradients(gradients: list[Tensor], max_norm: float, island: dist.ProcessGroup) -> float:
     """Global L2 norm of all gradients over all ranks; scales them down to max_norm when it is exceeded (0: never).
 
-    island: the ranks of one FSDP island. Whatever the mesh of a parameter (experts have their own), its shards lie once
-    on these ranks, so one sum over them covers everything; replicas hold the same gradients.
+    gradients: this rank's shards, whatever mesh their parameters lie on (experts have their own). island: the ranks of
+    one FSDP island, on which every shard lies once, so one sum over them covers everything; replicas hold the same.
     """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    total = torch.stack(torch._foreach_norm(local)).square().sum()
+    total = torch.stack(torch._foreach_norm(gradients)).square().sum()
     dist.all_reduce(total, group=island)
     total = total.sqrt()
     if max_norm > 0:
-        torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return float(total)

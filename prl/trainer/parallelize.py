@@ -19,6 +19,7 @@ from prl.models.expert_dispatch import AllToAllDispatch
 from prl.models.fp8 import apply_fp8
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
+from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.compilation import apply_compile
 from prl.trainer.recompute import apply_checkpointing
 from prl.trainer.world import World, shard_mesh
@@ -57,6 +58,9 @@ def build_sharded(config: RunConfig, path: Path | None, world: World) -> Qwen3Mo
     apply_expert_parallelism(model, config.parallelism, world)
     apply_compile(model, config.memory_recipe.compile)
     apply_checkpointing(model, config.memory_recipe.ac, config.memory_recipe.compile)
+    apply_activation_offload(model, config.memory_recipe.ac_offloading, world.device)
+    if config.memory_recipe.optim_cpu_offload == "full":
+        model.to(compute_dtype(config))  # the float32 master weights live on the host
     apply_fsdp(model, config, world)
     return model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)
 
@@ -92,14 +96,21 @@ def expert_modules(model: nn.Module) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+
+
 def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
     """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
     model.dtype. Experts under expert parallelism are sharded over what remains of the island, along dimension 1, which
     leaves dimension 0 to the expert group.
     """
-    compute = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if config.memory_recipe.fsdp_cpu_offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
+    offload = (
+        CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        if config.memory_recipe.fsdp_cpu_offload
+        else OffloadPolicy()
+    )
     reshard = config.parallelism.reshard_after_forward
     dense = shard_mesh(world.dense, "fsdp")
     if world.experts is not None:

@@ -14,8 +14,10 @@ from prl.models.attention import activate_attention, packed_attention
 from prl.models.moe import RoutingRecorder
 from prl.models.qwen3 import Attend
 from prl.trainer.context_parallel import ContextGroup, context_attention, shard_row, sum_over_context
+from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.head import logprob_head
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
+from prl.trainer.optimizer_offload import local_gradients, offload_optimizers
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import World
 from prl.transport.batch import MicroBatch
@@ -39,7 +41,11 @@ class Policy:
         self.config, self.optim, self.max_steps, self.world = config, optim, max_steps, world
         activate_attention(config.model.attn)
         self.model = build_model(config, model_path, world)
-        self.optimizers = build_optimizers(self.model, optim)
+        self.balance = ExpertBalance(self.model, world, config.model.router_bias_update_rate)
+        self.expert_load: dict[str, float] = {}  # of the last optimizer step, for its metrics row
+        self.optimizers = offload_optimizers(
+            build_optimizers(self.model, optim), config.memory_recipe.optim_cpu_offload, world.device
+        )
         self.context = context_group(config, world)
         self.lr = 0.0
 
@@ -54,12 +60,15 @@ class Policy:
         input_ids = torch.tensor(micro.input_ids, device=device)
         positions = torch.tensor(micro.positions, device=device)
         routed = None if micro.routed_experts is None else torch.tensor(micro.routed_experts, device=device)
+        trains = bool(micro.loss_mask.any())
         if self.context is None:
+            self.balance.expect(trains)
             attend = packed_attention(doc_lens, device, self.config.model.attn)
             return TokenStats(
                 rows, *self.run_model(input_ids, positions, attend, routed, rows - 1, input_ids[rows], temperature)
             )
         shard = shard_row(doc_lens, self.context, device)
+        self.balance.expect(trains, shard.valid)
         attend = context_attention(doc_lens, self.context, device, self.config.model.attn)
         trained = (
             torch.from_numpy(micro.loss_mask).to(device).roll(-1)
@@ -99,10 +108,13 @@ class Policy:
         start = time.perf_counter()
         self.lr = self.optim.lr * lr_factor(step, self.max_steps, self.optim.schedule)
         set_lr(self.optimizers, self.lr)
-        grad_norm = clip_gradients(self.model, self.optim.max_grad_norm, self.world.dense.get_group("fsdp"))
+        grad_norm = clip_gradients(
+            local_gradients(self.model, self.optimizers), self.optim.max_grad_norm, self.world.dense.get_group("fsdp")
+        )
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self.expert_load = self.balance.step()
         return grad_norm, time.perf_counter() - start
 
 

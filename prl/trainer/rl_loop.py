@@ -106,6 +106,7 @@ class RLTrainer:
             "padded_tokens": padded,
             "forward_backward_s": forward_backward_s,
             "optim_s": optim_s,
+            **self.policy.expert_load,
             "flops": flops / self.world.cp,
         }
 

@@ -95,6 +95,7 @@ class SftTrainer:
             "loss": total,
             "grad_norm": grad_norm,
             "lr": self.policy.lr,
+            **self.policy.expert_load,
             "loss_tokens": targets,
             "tokens": tokens,
             "padded_tokens": self.sft.seq_len * len(rows),

@@ -1,0 +1,98 @@
+"""Every layout and every memory recipe trains as one plain process does: losses, gradient norms and parameters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import moe_card, random_model
+from trainer_ranks import Job, job_mesh, run_job, run_ranks
+
+from prl.config.locate import config_groups
+from prl.models.checkpoint import hf_tensors, save_checkpoint
+
+pytestmark = pytest.mark.slow
+
+EXPERTS = 8
+# dp_shard=auto takes what the deployment gives: ep2 x cp2 over four ranks, so that experts are sharded as well
+LAYOUTS = {
+    "fsdp": [],
+    "hsdp2": [],
+    "ep2": [],
+    "cp2": [],
+    "cp2_ring": [],
+    "ep2_cp2": ["deployment.num_train_gpus=4"],
+    "ep8_cp2": [],
+}
+RECIPES = ["balanced", "selective", "tight", "cpu_offload"]
+LEVERS = {
+    "optim_cpu_offload=full": "memory_recipe.optim_cpu_offload=full",
+    "fsdp_cpu_offload": "memory_recipe.fsdp_cpu_offload=true",
+    "ac.freq=2": "memory_recipe.ac={mode: full, freq: 2}",
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    card = moe_card(num_experts=EXPERTS)
+    save_checkpoint(hf_tensors(random_model(card, std=0.1)), path, card)
+    return str(path)
+
+
+def make_job(model_path, layout, *overrides, **fields):
+    # eps: with 1e-8 AdamW makes a full step of an element whose gradient is nothing but rounding
+    optim = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5}
+    return Job(model_path, layout=layout, experts=EXPERTS, optim=optim, overrides=list(overrides), **fields)
+
+
+@pytest.fixture(scope="module")
+def plain(model_path):
+    """One process, no recipe."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield run_job(make_job(model_path, "single"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def parallel(model_path, tmp_path_factory):
+    """Results by (layout, recipe); one launch of processes for each world size."""
+    directory = tmp_path_factory.mktemp("worlds")
+    jobs = {(layout, "none"): make_job(model_path, layout, *more) for layout, more in LAYOUTS.items()}
+    for recipe in RECIPES:
+        jobs["fsdp", recipe] = make_job(model_path, "fsdp", f"memory={recipe}")
+    for lever, override in LEVERS.items():
+        jobs["ep2", lever] = make_job(model_path, "ep2", override)
+    jobs["ep2", "tight"] = make_job(model_path, "ep2", "memory=tight")
+    jobs["cp2_ring", "tight"] = make_job(model_path, "cp2_ring", "memory=tight")
+    sizes = {key: job_mesh(job).world_size for key, job in jobs.items()}
+    results = {}
+    for size in sorted(set(sizes.values())):
+        keys = [key for key in jobs if sizes[key] == size]
+        results |= dict(zip(keys, run_ranks(directory / str(size), size, [jobs[k] for k in keys]), strict=True))
+    return results
+
+
+CASES = [(layout, "none") for layout in LAYOUTS]
+CASES += [("fsdp", recipe) for recipe in RECIPES] + [("ep2", "tight"), ("cp2_ring", "tight")]
+CASES += [("ep2", lever) for lever in LEVERS]
+
+
+@pytest.mark.parametrize(("layout", "recipe"), CASES)
+def test_three_steps_equal_one_process(plain, parallel, layout, recipe):
+    got = parallel[layout, recipe]
+    torch.testing.assert_close(torch.tensor(got["history"]), torch.tensor(plain["history"]), rtol=1e-4, atol=0)
+    assert got["weights"].keys() == plain["weights"].keys()
+    for name, weight in got["weights"].items():
+        torch.testing.assert_close(weight, plain["weights"][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_world_sizes_are_those_of_the_layouts(model_path):
+    sizes = {name: job_mesh(make_job(model_path, name, *more)).world_size for name, more in LAYOUTS.items()}
+    assert sizes == {"fsdp": 4, "hsdp2": 4, "ep2": 2, "cp2": 2, "cp2_ring": 2, "ep2_cp2": 4, "ep8_cp2": 8}
+
+
+def test_every_shipped_choice_is_covered():
+    groups = config_groups()
+    assert set(groups["memory_recipe"]) == {"none", "lora", *RECIPES}  # lora trains something else
+    assert set(groups["parallelism"]) - {"auto", "single", "ep8", "cp4"} == set(
+        LAYOUTS
+    )  # the last two: as ep8_cp2, cp2
