@@ -187,7 +187,8 @@ def test_an_sft_run_of_another_family_over_two_ranks(tmp_path):
             f"output_dir={run_dir}", f"model.path={source}", "model.tokenizer=null", "model.impl=hf",
             "model.card.family=other", "model.card.head_dim=8", "model.card.num_experts=0",
             "model.card.num_experts_per_tok=0", "model.card.tie_word_embeddings=false", *card,
-            f"parallelism.dp_shard={ranks}", "memory_recipe.ac.mode=full", "data=jsonl", f"sft.data.source={data}", "max_steps=3",
+            f"parallelism.dp_shard={ranks}", "memory_recipe.ac.mode=full", "data=jsonl",
+            f"sft.data.source={data}", "max_steps=3",
             "sft.batch_size=4", "sft.val_interval=3", "seq_len=128", "logging.wandb.mode=disabled",
         ]  # fmt: skip
         finished = runs.run(overrides, tmp_path, "prl.sft")

@@ -135,7 +135,7 @@ class GroupedMM(torch.autograd.Function):
                 ctx.arrival.synchronize()
             _, x_columns = cast_grouped(x, groups, padded_in, rows=False, columns=True)
             sizes = ctx.sizes.tolist()
-            grad_weight = multiply_group_columns(columns, x_columns, groups, sizes, weight.dtype, backend)
+            grad_weight = multiply_group_columns(columns, x_columns, sizes, weight.dtype, backend)
         return grad_x, grad_weight, None, None, None, None
 
 

@@ -55,9 +55,7 @@ def multiply_groups(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtyp
     return out
 
 
-def multiply_group_columns(
-    a: Scaled, b: Scaled, groups: GroupedRows, sizes: list[int], dtype: torch.dtype, backend: str
-) -> Tensor:
+def multiply_group_columns(a: Scaled, b: Scaled, sizes: list[int], dtype: torch.dtype, backend: str) -> Tensor:
     """Per group e, a_e [M, sizes[e]] times b_e [N, sizes[e]] transposed -> [E, M, N], summed over its tokens.
 
     a and b are flat: one [M, size] matrix after the other, with scales [M, Mp / 128].
@@ -71,11 +69,19 @@ def multiply_group_columns(
             [left @ right.t() for left, right in zip(matrices(flat_a, sizes), matrices(flat_b, sizes), strict=True)]
         ).to(dtype)
     out = a.values.new_zeros(len(sizes), m, n, dtype=torch.float32)
-    if total:
-        deep_gemm().k_grouped_fp8_gemm_nt_contiguous(
-            tuple(flat_a), tuple(flat_b), out, sizes, groups.sizes, out, recipe=(1, 1, BLOCK)
-        )
+    # one call per expert: DeepGEMM's k_grouped_fp8_gemm_nt_contiguous came out 13-18 % off here (H200, vLLM 0.23's copy)
+    for expert, size, left, right in zip(out, sizes, slices(flat_a, sizes), slices(flat_b, sizes), strict=True):
+        if size:
+            deep_gemm().fp8_gemm_nt(left, right, expert, c=expert, recipe=(1, 1, BLOCK), compiled_dims="mn")
     return out.to(dtype)
+
+
+def slices(flat: Scaled, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Values [M, size] and scales [M, size / 128] of each matrix of a flat buffer."""
+    m = flat.scales.shape[0]
+    values = [part.view(m, -1) for part in flat.values.split([m * size for size in sizes])]
+    scales = [part.contiguous() for part in flat.scales.split([size // BLOCK for size in sizes], dim=1)]
+    return list(zip(values, scales, strict=True))
 
 
 def matrices(flat: Scaled, sizes: list[int]) -> list[Tensor]:
