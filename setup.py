@@ -16,6 +16,7 @@ DEV = [
     "build",
     "hypothesis",
     "mypy",
+    "peft>=0.17",
     "pre-commit",
     "psutil",
     "pytest>=8",

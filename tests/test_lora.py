@@ -1,0 +1,305 @@
+"""LoRA: what is trained, what is merged, any mesh, and adapters that PEFT reads."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_recompute import N, gradients, hidden_of, kernel_attention
+from tiny import dense_card, moe_card, random_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from prl.config.errors import UserError
+from prl.config.schema import ActivationCheckpointing, ActivationOffloading, LoraConfig, OptimConfig
+from prl.models.adapters import export_adapter, import_adapter
+from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.expert_dispatch import LocalDispatch
+from prl.models.lora import LoraLinear, apply_lora, copy_shard, init_adapters, is_adapter, merge, merged_parameters
+from prl.models.qwen3 import Qwen3Model
+from prl.trainer.activation_offload import apply_activation_offload
+from prl.trainer.optim import build_optimizers
+from prl.trainer.recompute import apply_checkpointing
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA = {
+    "dense": LoraConfig(rank=4, alpha=6.0, targets=(*ALL, "gate_proj", "up_proj", "down_proj")),
+    "moe": LoraConfig(rank=4, alpha=6.0, targets=(*ALL, "experts")),
+}
+CARDS = {"dense": dense_card, "moe": moe_card}
+
+
+def lora_model(kind, seed=3, std=0.1, trained=True, dtype=torch.float32, lora=None):
+    """With adapters as training might have left them: B off zero."""
+    model = random_model(CARDS[kind](), std=std)
+    apply_lora(model, lora or LORA[kind], dtype)
+    init_adapters(model, seed)
+    if trained:
+        generator = torch.Generator().manual_seed(5)
+        for name, param in model.named_parameters():
+            if name.endswith("lora_b"):
+                param.data.normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def merged_model(model):
+    whole = Qwen3Model(model.card)
+    whole.load_state_dict(dict(merged_parameters(model)))
+    return whole
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_fresh_adapters_change_nothing(kind):
+    with torch.no_grad():
+        hidden = hidden_of(lora_model(kind, trained=False), kernel_attention())
+        assert torch.equal(hidden, hidden_of(random_model(CARDS[kind](), std=0.1), kernel_attention()))
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_merged_weights_are_the_same_model(kind):
+    model = lora_model(kind)
+    with torch.no_grad():
+        adapted, merged = (hidden_of(m, kernel_attention()) for m in (model, merged_model(model)))
+        plain = hidden_of(random_model(CARDS[kind](), std=0.1), kernel_attention())
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
+    assert (adapted - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_adapters_learn_and_nothing_else(kind):
+    model = lora_model(kind, trained=False)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizers = build_optimizers(model, OptimConfig(lr=0.01))
+    for _ in range(2):  # in the first step A has no gradient, because B is zero
+        hidden_of(model, kernel_attention()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]) != is_adapter(name), name
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_gradients_are_those_of_the_merged_weights(kind):
+    """dA = scale * B^T dW and dB = scale * dW A^T, for dW of the merged model."""
+    model, attend = lora_model(kind), kernel_attention()
+    gradients(model, attend)
+    whole = merged_model(model)
+    gradients(whole, attend)
+    layer, merged = model.layers[0], whole.layers[0]
+    linear, d_weight, scale = layer.self_attn.q_proj, merged.self_attn.q_proj.weight.grad, 6.0 / 4
+    torch.testing.assert_close(linear.lora_a.grad, scale * linear.lora_b.T @ d_weight, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(linear.lora_b.grad, scale * d_weight @ linear.lora_a.T, rtol=1e-3, atol=1e-4)
+    if kind == "moe":
+        experts, d_weight = layer.mlp.experts, merged.mlp.experts.down_proj.grad
+        d_a = scale * d_weight.transpose(1, 2) @ experts.down_lora_b  # [E, I, r]
+        torch.testing.assert_close(experts.down_lora_a.grad, d_a, rtol=1e-3, atol=1e-4)
+        d_b = scale * d_weight @ experts.down_lora_a
+        torch.testing.assert_close(experts.down_lora_b.grad, d_b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CARDS)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_with_recomputation_and_offloading(kind, mode):
+    """The first layer's input needs no gradient here."""
+    model = lora_model(kind)
+    apply_checkpointing(model, ActivationCheckpointing(mode=mode))
+    offloading = ActivationOffloading(enabled=True, max_inflight_activations=1)
+    apply_activation_offload(model, offloading, torch.device("cpu"), min_bytes=1)
+    for one, other in zip(
+        gradients(model, kernel_attention()), gradients(lora_model(kind), kernel_attention()), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@given(
+    out=st.integers(1, 9), features=st.integers(1, 9), rank=st.integers(1, 5), experts=st.integers(0, 4),
+    scale=st.floats(0.1, 4),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_merging_any_shape(out, features, rank, experts, scale):
+    lead = (experts,) if experts else ()
+    weight, b = torch.randn(*lead, out, features), torch.randn(*lead, out, rank)
+    a = torch.randn(*lead, features, rank) if experts else torch.randn(rank, features)
+    x = torch.randn(*lead, 3, features)
+    expected = x @ weight.mT + scale * (x @ (a if experts else a.T)) @ b.mT
+    torch.testing.assert_close(x @ merge(weight, a, b, scale).mT, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_frozen_model_is_kept_in_the_compute_dtype():
+    model = lora_model("moe", dtype=torch.bfloat16)
+    assert {(p.dtype, p.requires_grad) for n, p in model.named_parameters() if is_adapter(n)} == {(torch.float32, True)}
+    rest = {(p.dtype, p.requires_grad) for n, p in model.named_parameters() if not is_adapter(n)}
+    assert rest == {(torch.bfloat16, False)}
+
+
+def test_tied_parameters_stay_tied():
+    module = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7, bias=False))
+    module[1].weight = module[0].weight
+    apply_lora(module, LoraConfig(rank=2, targets=("1",)), torch.bfloat16)
+    assert module[1].weight is module[0].weight
+    assert isinstance(module[1], LoraLinear)
+
+
+def test_an_unknown_target_is_named_with_those_there_are():
+    with pytest.raises(UserError, match="no LoRA target fc1") as caught:
+        apply_lora(random_model(dense_card()), LoraConfig(rank=2, targets=("q_proj", "fc1")), torch.float32)
+    assert "down_proj" in str(caught.value.fix)
+    assert "lm_head" not in str(caught.value.fix)
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", CARDS)
+def test_sharded_as_the_trainer_does(world, kind, dtype):
+    """Meta device, experts over a group of their own, mixed precision: the same adapters, merges and gradients."""
+    plain = lora_model(kind, trained=False)
+    with torch.device("meta"):
+        model = Qwen3Model(CARDS[kind]())
+    if kind == "moe":
+        for layer in model.layers:
+            experts = layer.mlp.experts
+            for name, param in list(experts.named_parameters(recurse=False)):
+                experts.register_parameter(
+                    name, torch.nn.Parameter(distribute_tensor(param.data, world["ep"], [Shard(0)]))
+                )
+    apply_lora(model, LORA[kind], dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        if kind == "moe":
+            fully_shard(layer.mlp.experts, mesh=world["efsdp"], mp_policy=policy, shard_placement_fn=lambda _: Shard(1))
+        fully_shard(layer, mesh=world["efsdp"], mp_policy=policy)
+    fully_shard(model, mesh=world["efsdp"], mp_policy=policy)
+    model.to_empty(device="cpu")
+    weights = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        if not is_adapter(name):
+            copy_shard(param, weights[name].detach())
+    init_adapters(model, 3)
+    for name, param in model.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        assert torch.equal(whole, weights[name].to(whole.dtype)), name
+    merged = dict(merged_parameters(plain))
+    for name, weight in merged_parameters(model):
+        assert torch.equal(weight, merged[name].to(dtype)), name
+    grads = gradients(model, kernel_attention())[1:]
+    expected = gradients(plain, kernel_attention())[1:]
+    tolerance = 1e-5 if dtype == torch.float32 else 0.2  # rounding sends some tokens to other experts
+    for one, other in zip(grads, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert (one.full_tensor() - other).norm() <= tolerance * (other.norm() + 1e-3)
+
+
+def test_initial_numbers_depend_on_the_seed_alone():
+    first, again, other = (dict(lora_model("moe", seed, trained=False).named_parameters()) for seed in (1, 1, 2))
+    name = "layers.1.mlp.experts.gate_up_lora_a"
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+    bound = 32**-0.5
+    assert 0.9 * bound < first[name].abs().max() < bound
+
+
+# --- PEFT -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(tmp_path):
+    def export(kind, lora=None):
+        model = lora_model(kind, lora=lora)
+        base, adapter = tmp_path / "base", tmp_path / "adapter"
+        save_checkpoint(hf_tensors(random_model(CARDS[kind](), std=0.1)), base, model.card)
+        export_adapter(model, model.card, lora or LORA[kind], adapter, str(base), write=True)
+        return model, base, adapter
+
+    return export
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CARDS)
+def test_peft_reads_the_adapter_to_the_same_logits(exported, kind):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model, base, adapter = exported(kind)
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager"), adapter
+    )
+    ids = torch.arange(20) * 7 % 256
+    with torch.no_grad():
+        theirs = loaded(input_ids=ids[None]).logits[0]
+        ours = merged_model(model)
+        attend = single_document(len(ids))
+        logits = ours.logits(ours(ids, torch.arange(len(ids)), attend))
+        bare = loaded.get_base_model()
+        with loaded.disable_adapter():
+            untouched = bare(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-4)
+    assert (theirs - untouched).abs().max() > 0.1
+
+
+def single_document(length):
+    from prl.models.attention import packed_attention
+
+    return packed_attention([length], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_an_exported_adapter_comes_back(exported, kind):
+    model, _, adapter = exported(kind)
+    other = lora_model(kind, seed=9, trained=False)
+    import_adapter(other, other.card, LORA[kind], adapter)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize(
+    ("lora", "why"),
+    [
+        ({"rank": 2}, "r=4"),
+        ({"alpha": 1.0}, "lora_alpha"),
+        ({"targets": ALL}, "other targets"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(exported, lora, why):
+    _, _, adapter = exported("dense")
+    config = LORA["dense"].model_copy(update=lora)
+    other = lora_model("dense", lora=config)
+    with pytest.raises(UserError, match=why):
+        import_adapter(other, other.card, config, adapter)
+
+
+def test_an_adapter_that_is_not_there_is_refused(tmp_path):
+    model = lora_model("dense")
+    with pytest.raises(UserError, match="cannot be read"):
+        import_adapter(model, model.card, LORA["dense"], tmp_path)
+
+
+def test_dora_is_refused(exported):
+    model, _, adapter = exported("dense")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(UserError, match="DoRA"):
+        import_adapter(model, model.card, LORA["dense"], adapter)
+
+
+def test_experts_without_tokens_get_a_zero_gradient():
+    model = lora_model("moe")
+    experts = model.layers[0].mlp.experts
+    x, weights = torch.randn(N, 32), torch.ones(N, 1)
+    y = LocalDispatch()(x, weights, torch.zeros(N, 1, dtype=torch.int64), 4, experts.grouped_swiglu)
+    y.sum().backward()
+    grad = experts.gate_up_lora_b.grad
+    assert grad[0].abs().sum() > 0
+    assert grad[1:].abs().sum() == 0
