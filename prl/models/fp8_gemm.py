@@ -69,7 +69,7 @@ def multiply_group_columns(a: Scaled, b: Scaled, sizes: list[int], dtype: torch.
             [left @ right.t() for left, right in zip(matrices(flat_a, sizes), matrices(flat_b, sizes), strict=True)]
         ).to(dtype)
     out = a.values.new_zeros(len(sizes), m, n, dtype=torch.float32)
-    # one call per expert: DeepGEMM's k_grouped_fp8_gemm_nt_contiguous came out 13-18 % off here (H200, vLLM 0.23's copy)
+    # one call per expert: k_grouped_fp8_gemm_nt_contiguous came out 13-18 % off (H200, vLLM 0.23's copy)
     for expert, size, left, right in zip(out, sizes, slices(flat_a, sizes), slices(flat_b, sizes), strict=True):
         if size:
             deep_gemm().fp8_gemm_nt(left, right, expert, c=expert, recipe=(1, 1, BLOCK), compiled_dims="mn")
