@@ -107,10 +107,12 @@ def run(**options):
 @pytest.mark.parametrize("mode", RECOMPUTE)
 def test_micro_batches_one_after_another_share_their_host_memory(mode):
     model, offload = offloaded(mode=mode)
-    reference = plain()
+    reference, used = plain(), []
     for _ in range(3):
         assert_same_bits(gradients(model, kernel_attention()), gradients(reference, kernel_attention()))
         assert len(offload.arenas) == 1, "all of it has come back"
+        used.append(offload.arenas[0].used[:])
+    assert used[0] == used[1] == used[2]
 
 
 def test_two_graphs_may_wait_at_once():

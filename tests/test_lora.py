@@ -1,48 +1,31 @@
 """LoRA: what is trained, what is merged, any mesh, and adapters that PEFT reads."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import lora_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lora_ranks import ATTENTION, CARDS, LORA, lora_model, sharded_model
 from test_recompute import N, gradients, hidden_of, kernel_attention
-from tiny import dense_card, moe_card, random_model
+from tiny import dense_card, random_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prl.config.errors import UserError
 from prl.config.schema import ActivationCheckpointing, ActivationOffloading, LoraConfig, OptimConfig
 from prl.models.adapters import export_adapter, import_adapter
 from prl.models.checkpoint import hf_tensors, save_checkpoint
 from prl.models.expert_dispatch import LocalDispatch
-from prl.models.lora import LoraLinear, apply_lora, copy_shard, init_adapters, is_adapter, merge, merged_parameters
+from prl.models.lora import LoraLinear, apply_lora, is_adapter, merge, merged_parameters
 from prl.models.qwen3 import Qwen3Model
 from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.optim import build_optimizers
 from prl.trainer.recompute import apply_checkpointing
-
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
-LORA = {
-    "dense": LoraConfig(rank=4, alpha=6.0, targets=(*ALL, "gate_proj", "up_proj", "down_proj")),
-    "moe": LoraConfig(rank=4, alpha=6.0, targets=(*ALL, "experts")),
-}
-CARDS = {"dense": dense_card, "moe": moe_card}
-
-
-def lora_model(kind, seed=3, std=0.1, trained=True, dtype=torch.float32, lora=None):
-    """With adapters as training might have left them: B off zero."""
-    model = random_model(CARDS[kind](), std=std)
-    apply_lora(model, lora or LORA[kind], dtype)
-    init_adapters(model, seed)
-    if trained:
-        generator = torch.Generator().manual_seed(5)
-        for name, param in model.named_parameters():
-            if name.endswith("lora_b"):
-                param.data.normal_(0.0, 0.1, generator=generator)
-    return model
 
 
 def merged_model(model):
@@ -164,42 +147,24 @@ def world():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", CARDS)
 def test_sharded_as_the_trainer_does(world, kind, dtype):
-    """Meta device, experts over a group of their own, mixed precision: the same adapters, merges and gradients."""
-    plain = lora_model(kind, trained=False)
-    with torch.device("meta"):
-        model = Qwen3Model(CARDS[kind]())
-    if kind == "moe":
-        for layer in model.layers:
-            experts = layer.mlp.experts
-            for name, param in list(experts.named_parameters(recurse=False)):
-                experts.register_parameter(
-                    name, torch.nn.Parameter(distribute_tensor(param.data, world["ep"], [Shard(0)]))
-                )
-    apply_lora(model, LORA[kind], dtype)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        if kind == "moe":
-            fully_shard(layer.mlp.experts, mesh=world["efsdp"], mp_policy=policy, shard_placement_fn=lambda _: Shard(1))
-        fully_shard(layer, mesh=world["efsdp"], mp_policy=policy)
-    fully_shard(model, mesh=world["efsdp"], mp_policy=policy)
-    model.to_empty(device="cpu")
-    weights = dict(plain.named_parameters())
-    for name, param in model.named_parameters():
-        if not is_adapter(name):
-            copy_shard(param, weights[name].detach())
-    init_adapters(model, 3)
-    for name, param in model.named_parameters():
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
-        assert torch.equal(whole, weights[name].to(whole.dtype)), name
-    merged = dict(merged_parameters(plain))
-    for name, weight in merged_parameters(model):
-        assert torch.equal(weight, merged[name].to(dtype)), name
-    grads = gradients(model, kernel_attention())[1:]
-    expected = gradients(plain, kernel_attention())[1:]
+    """Meta device, experts over a group of their own, mixed precision: the same gradients, in float32."""
+    grads = gradients(sharded_model(kind, dtype, world), kernel_attention())[1:]
+    expected = gradients(lora_model(kind, trained=False), kernel_attention())[1:]
     tolerance = 1e-5 if dtype == torch.float32 else 0.2  # rounding sends some tokens to other experts
     for one, other in zip(grads, expected, strict=True):
         assert one.dtype == torch.float32
         assert (one.full_tensor() - other).norm() <= tolerance * (other.norm() + 1e-3)
+
+
+@pytest.mark.slow
+def test_on_two_ranks(tmp_path):
+    for kind in CARDS:
+        model = lora_model(kind)
+        export_adapter(model, model.card, LORA[kind], tmp_path / kind, "base", write=True)
+    command = [sys.executable, lora_ranks.__file__, str(tmp_path)]
+    children = [subprocess.Popen([*command, str(rank), "2"], cwd=Path(__file__).parent) for rank in range(2)]
+    codes = [child.wait(timeout=200) for child in children]
+    assert codes == [0, 0], "\n".join(path.read_text() for path in tmp_path.glob("error_*.txt"))
 
 
 def test_initial_numbers_depend_on_the_seed_alone():
@@ -269,7 +234,7 @@ def test_an_exported_adapter_comes_back(exported, kind):
     [
         ({"rank": 2}, "r=4"),
         ({"alpha": 1.0}, "lora_alpha"),
-        ({"targets": ALL}, "other targets"),
+        ({"targets": ATTENTION}, "other targets"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(exported, lora, why):
