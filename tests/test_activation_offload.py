@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_recompute import N, Saved, assert_same_bits, gradients, hidden_of, kernel_attention
+from test_recompute import DOCS, N, Saved, assert_same_bits, gradients, hidden_of, kernel_attention
 from tiny import dense_card, moe_card, random_model
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from prl.config.schema import ActivationCheckpointing, ActivationOffloading
 from prl.models.attention import packed_attention
+from prl.models.hf_causal_lm import build_hf_model
 from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.recompute import apply_checkpointing
 
@@ -210,3 +211,20 @@ def test_on_a_gpu_the_bound_is_one_on_memory():
     assert 0 < peaks[3] - peaks[1] < 4 * layer
     for other in results[1:]:
         assert (results[0] - other).norm() < 1e-3 * results[0].norm()
+
+
+def test_any_model_of_transformers():
+    """Its layers get their rotary tables as a tuple, which is left alone."""
+    results = []
+    for enabled in (False, True):
+        model = build_hf_model(None, dense_card(num_hidden_layers=LAYERS))
+        apply_checkpointing(model, RECOMPUTE["full"] if enabled else RECOMPUTE["none"])
+        config = ActivationOffloading(enabled=enabled, max_inflight_activations=1)
+        offload = apply_activation_offload(model, config, torch.device("cpu"), 1)
+        model.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        for param in model.parameters():
+            param.data.normal_(0.0, 0.1, generator=generator)
+        results.append(gradients(model, packed_attention(DOCS, torch.device("cpu"))))
+    assert_same_bits(*results)
+    assert offload.traffic.bytes_out == (LAYERS - 2) * N * 32 * 4
