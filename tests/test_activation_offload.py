@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from test_recompute import DOCS, N, Saved, assert_same_bits, gradients, hidden_of, kernel_attention
 from tiny import dense_card, moe_card, random_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -161,7 +162,7 @@ def test_disabled_is_no_change():
 @pytest.fixture
 def world():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
@@ -175,9 +176,9 @@ def test_with_fsdp(world, kind, mode):
         if sharded:
             for layer in model.layers:
                 if kind == "moe":
-                    fully_shard(layer.mlp.experts)
-                fully_shard(layer)
-            fully_shard(model)
+                    fully_shard(layer.mlp.experts, mesh=world)
+                fully_shard(layer, mesh=world)
+            fully_shard(model, mesh=world)
         grads = gradients(model, kernel_attention())[1:]
         results.append([t.full_tensor() for t in grads] if sharded else grads)
         moved.append(offload.traffic.bytes_out)

@@ -7,6 +7,7 @@ import torch.distributed.checkpoint as dcp
 from test_recompute import hidden_of, kernel_attention
 from tiny import dense_card, moe_card, random_model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -33,29 +34,30 @@ CARDS = {"dense": dense_card, "moe": moe_card}
 
 @pytest.fixture(autouse=True)
 def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Trainer:
-    def __init__(self, optim="adamw", mode=False, kind="dense", dtype=torch.float32, seed=0, lr=None):
-        self.model = random_model(CARDS[kind](tie_word_embeddings=True), seed=seed, std=0.1).to(dtype)
+    def __init__(self, optim="adamw", mode=False, kind="dense", dtype=torch.float32, seed=0, lr=None, device=CPU):
+        self.device = device
+        self.model = random_model(CARDS[kind](tie_word_embeddings=True), seed=seed, std=0.1).to(device, dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in self.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
+        for part in (*self.model.layers, self.model):
+            fully_shard(part, mesh=init_device_mesh(device.type, (1,)), mp_policy=policy)
         config = OPTIMS[optim] if lr is None else OPTIMS[optim].model_copy(update={"lr": lr})
         self.optimizers = build_optimizers(self.model, config)
         if isinstance(mode, int) and mode > 1:
-            self.optimizers = [OffloadedState(optimizer, CPU, bucket_bytes=mode) for optimizer in self.optimizers]
+            self.optimizers = [OffloadedState(optimizer, device, bucket_bytes=mode) for optimizer in self.optimizers]
         else:
-            self.optimizers = offload_optimizers(self.optimizers, mode, CPU)
+            self.optimizers = offload_optimizers(self.optimizers, mode, device)
 
     def train(self, steps=3, micro_batches=2, clip=None):
         for _ in range(steps):
             for _ in range(micro_batches):
-                (hidden_of(self.model, kernel_attention()).square().mean() / micro_batches).backward()
+                (hidden_of(self.model, kernel_attention(self.device)).square().mean() / micro_batches).backward()
             grads = local_gradients(self.model, self.optimizers)
             if clip is not None:
                 torch._foreach_mul_(grads, clip)
@@ -219,3 +221,25 @@ def test_modes_by_name():
         OffloadedState,
         HostOptimizer,
     ]
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and pinned memory are a GPU's")
+@pytest.mark.parametrize("optim", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("mode", [True, 20_000, "full"])
+def test_on_a_gpu(tmp_path, mode, optim):
+    if mode == "full" and optim == "muon":
+        pytest.skip("refused by rule")
+    plain = Trainer(optim, device=GPU).train(steps=2).save(tmp_path / "c").train(steps=3)
+    offloaded = Trainer(optim, mode, device=GPU).train(steps=5)
+    resumed = Trainer(optim, mode, device=GPU, seed=1).load(tmp_path / "c").train(steps=3)
+    expected = plain.weights()
+    for trainer in (offloaded, resumed):
+        for name, weight in trainer.weights().items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    assert not is_moment(value) or value.to_local().device.type == "cpu"

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import VOCAB, dense_card, moe_card, random_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from prl.config.schema import ActivationCheckpointing
@@ -28,9 +29,9 @@ MODES = {
 }
 
 
-def kernel_attention():
+def kernel_attention(device="cpu"):
     """What GPUs run: one autograd function that saves q, k and v as they are."""
-    ends = torch.tensor([0, *DOCS]).cumsum(0).to(torch.int32)
+    ends = torch.tensor([0, *DOCS], device=device).cumsum(0).to(torch.int32)
     return lambda layer_idx, q, k, v: PackedAttention.apply(q, k, v, ends, max(DOCS))
 
 
@@ -61,7 +62,9 @@ def make_model(kind, ac=None, **changes):
 
 def hidden_of(model, attend):
     ids = torch.randint(0, VOCAB, (N,), generator=torch.Generator().manual_seed(1))
-    return model(ids, torch.cat([torch.arange(n) for n in DOCS]), attend)
+    positions = torch.cat([torch.arange(n) for n in DOCS])
+    device = next(model.parameters()).device
+    return model(ids.to(device), positions.to(device), attend)
 
 
 def gradients(model, attend, repeat=1):
@@ -212,7 +215,7 @@ def test_a_function_that_does_not_repeat_itself_is_caught():
 @pytest.fixture
 def world():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
@@ -225,9 +228,9 @@ def test_with_fsdp(world, kind, mode):
         model = make_model(kind, ac)
         for layer in model.layers:
             if kind == "moe":
-                fully_shard(layer.mlp.experts)
-            fully_shard(layer)
-        fully_shard(model)
+                fully_shard(layer.mlp.experts, mesh=world)
+            fully_shard(layer, mesh=world)
+        fully_shard(model, mesh=world)
         results.append([t.full_tensor() for t in gradients(model, kernel_attention())[1:]])
     assert_same_bits(*results)
 
