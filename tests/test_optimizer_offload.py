@@ -24,7 +24,7 @@ from prl.trainer.optimizer_offload import (
 
 CPU = torch.device("cpu")
 OPTIMS = {
-    "adamw": OptimConfig(type="adamw", lr=0.01, weight_decay=0.1),
+    "adamw": OptimConfig(type="adamw", lr=0.01, weight_decay=0.1, eps=1e-5),
     "sgd": OptimConfig(type="sgd", lr=0.01, momentum=0.9),
     "plain sgd": OptimConfig(type="sgd", lr=0.01, momentum=0.0),
     "muon": OptimConfig(type="muon", lr=0.01, weight_decay=0.1),
