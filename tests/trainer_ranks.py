@@ -64,7 +64,7 @@ def rows_of(step: int) -> list[MicroBatch]:
 
 
 def job_config(job: Job) -> RunConfig:
-    layout = [] if job.layout is None else [f"parallelism={job.layout}"]
+    layout = [] if job.layout is None else [f"parallelism={job.layout}", "optim=adamw"]  # rules look at the optimizer
     config = compose(["warm_start=none", *layout, *job.overrides])
     card = moe_card(num_experts=job.experts)
     return config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
