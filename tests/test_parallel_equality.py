@@ -61,8 +61,9 @@ def parallel(model_path, tmp_path_factory):
         jobs["fsdp", recipe] = make_job(model_path, "fsdp", f"memory={recipe}")
     for lever, override in LEVERS.items():
         jobs["ep2", lever] = make_job(model_path, "ep2", override)
-    jobs["ep2", "tight"] = make_job(model_path, "ep2", "memory=tight", "memory_recipe.compile=false")
-    jobs["cp2_ring", "tight"] = make_job(model_path, "cp2_ring", "memory=tight", "memory_recipe.compile=false")
+    jobs["fsdp", "compile"] = make_job(model_path, "fsdp", "memory_recipe.compile=true")
+    jobs["ep2", "tight"] = make_job(model_path, "ep2", "memory=tight")
+    jobs["cp2_ring", "tight"] = make_job(model_path, "cp2_ring", "memory=tight")
     sizes = {key: job_mesh(job).world_size for key, job in jobs.items()}
     results = {}
     for size in sorted(set(sizes.values())):
@@ -72,7 +73,7 @@ def parallel(model_path, tmp_path_factory):
 
 
 CASES = [(layout, "none") for layout in LAYOUTS]
-CASES += [("fsdp", recipe) for recipe in RECIPES] + [("ep2", "tight"), ("cp2_ring", "tight")]
+CASES += [("fsdp", recipe) for recipe in RECIPES] + [("ep2", "tight"), ("cp2_ring", "tight"), ("fsdp", "compile")]
 CASES += [("ep2", lever) for lever in LEVERS]
 
 
