@@ -17,11 +17,13 @@ from trainer_ranks import Job, build_policy, job_config, job_mesh, rows_of, save
 from trainer_ranks import train_step as plain_step
 
 from prl.config.schema import OptimConfig
+from prl.models.all_to_all_dispatch import AllToAllDispatch
 from prl.models.deepep_dispatch import DeepEPDispatch
-from prl.models.expert_dispatch import AllToAllDispatch, LocalDispatch
+from prl.models.expert_dispatch import LocalDispatch
 from prl.models.moe import Experts
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.expert_balance import ExpertBalance
+from prl.trainer.parallelize import expert_modules
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import World, build_world
 from prl.transport.packing import deal_rows, padding_micro_batch
@@ -73,6 +75,7 @@ def compare_dispatches(rank: int, size: int) -> dict[tuple[str, str], dict[str, 
         for name, dispatch in {
             "local": LocalDispatch(),
             "all_to_all": AllToAllDispatch(group),
+            "all_to_all_3": AllToAllDispatch(group, pieces=3),
             "deepep": DeepEPDispatch(group, 20, None),
             "deepep_chunk4": DeepEPDispatch(group, 24, 4),
         }.items():
@@ -94,10 +97,10 @@ def compare_dispatches(rank: int, size: int) -> dict[tuple[str, str], dict[str, 
     return found
 
 
-def train_by_deepep(model_path: str) -> dict[str, list[tuple[float, float]]]:
-    """Losses and gradient norms by backend, through FSDP and recomputation; rows of uneven lengths, in small pieces."""
+def train_by_backend(model_path: str) -> dict[tuple[str, int | None], list[tuple[float, float]]]:
+    """Losses and gradient norms by backend and number of pieces, through FSDP and recomputation."""
     histories = {}
-    for backend in ("torch", "deepep"):
+    for backend, pieces in (("torch", 1), ("torch", 3), ("deepep", None)):
         job = Job(model_path, dp_shard=2, ep=2, overrides=["memory_recipe.ac.mode=full"])
         config = job_config(job)
         changes = {"ep_comm_backend": backend, "deepep_token_chunk_size": 6}
@@ -105,7 +108,10 @@ def train_by_deepep(model_path: str) -> dict[str, list[tuple[float, float]]]:
         seed_everything(0, deterministic=False)
         world = build_world(job_mesh(job), torch.device("cpu"))
         policy = Policy(config, OptimConfig(**job.optim), 10, Path(model_path), world)
-        histories[backend] = [plain_step(policy, step) for step in (1, 2)]
+        for experts in expert_modules(policy.model):
+            if isinstance(experts.dispatch, AllToAllDispatch):
+                experts.dispatch.pieces = pieces
+        histories[backend, pieces] = [plain_step(policy, step) for step in (1, 2)]
     return histories
 
 
@@ -172,7 +178,7 @@ def main() -> None:
         dist.all_gather_object(results["dispatch"], compare_dispatches(rank, size))
         recompute = ["memory_recipe.ac.mode=full"]
         job = Job(model_path, dp_shard=2, ep=2, overrides=recompute, save=str(directory / "run"))
-        results["deepep"] = train_by_deepep(model_path)
+        results["backends"] = train_by_backend(model_path)
         results["balance"] = run_balance(job)
         checkpoint = str(directory / "run" / "checkpoints" / f"step_{job.steps}")
         results["loaded"] = load_biases(Job(model_path, dp_shard=2, load=checkpoint))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prl.config.schema import LoraConfig
 from prl.models.adapters import export_adapter, import_adapter
-from prl.models.expert_dispatch import AllToAllDispatch
+from prl.models.all_to_all_dispatch import AllToAllDispatch
 from prl.models.lora import apply_lora, copy_shard, init_adapters, is_adapter, merged_parameters
 from prl.models.qwen3 import Qwen3Model
 

@@ -1,10 +1,8 @@
-"""Expert parallelism by all-to-all: tokens travel to the ranks that hold their experts, and back.
+"""Bringing tokens to their experts, and what these make of them back: dropless, as in MegaBlocks (arXiv:2211.15841),
+every token reaches all its experts, whatever the load.
 
-Each rank of an expert group of `ep` ranks holds E / ep neighbouring experts (GShard, arXiv:2006.16668; dropless as in
-MegaBlocks, arXiv:2211.15841: every token reaches all its experts, whatever the load).
-
-Mixing weights travel with their tokens and are applied by the experts, inside the activation: what comes back is only
-added up, so the experts' outputs [N*K, H] need not be kept for backward.
+Mixing weights go with their tokens and are applied by the experts, inside the activation: what comes back is only added
+up, so the experts' outputs [N*K, H] need not be kept for backward.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 # compute(x [M, H] sorted by local expert, counts [E_local], scale [M]) -> scale * expert(x), [M, H]
@@ -30,60 +27,6 @@ class LocalDispatch:
         return collect(compute(spread(x, order, positions), counts, scale), order, positions)
 
 
-class AllToAllDispatch:
-    """Experts are spread over `group`; one host synchronisation per call, for the split sizes."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size = group, group.size()
-
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: ExpertCompute) -> Tensor:
-        """As `LocalDispatch`; `compute` sees the tokens of all ranks that chose this rank's experts."""
-        order, positions, counts = sort_by_expert(experts, num_experts)
-        sent = counts.view(self.size, -1)  # [ep, E_local]: to which rank, for which of its experts
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sizes = HostCopy(torch.stack([sent.sum(1), received.sum(1)]))
-        # the device sorts rows while the host waits for the sizes
-        rows, scale = spread(x, order, positions), spread(weights.flatten(), order, positions.view(-1, 1))
-        out, back = sizes.wait()
-        by_expert, by_rank = regroup(received, sum(back))
-        rows, scale = (AllToAll.apply(part, out, back, self.group) for part in (rows, scale))
-        rows, scale = (spread(part, by_expert, by_rank[:, None]) for part in (rows, scale))
-        rows = compute(rows, received.sum(0), scale)
-        rows = AllToAll.apply(spread(rows, by_rank, by_expert[:, None]), back, out, self.group)
-        return collect(rows, order, positions)
-
-
-class AllToAll(torch.autograd.Function):
-    """Rows of x [M, ...] to the ranks of `group`, `sent[i]` of them to rank i; backward is the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.args = (received, sent, group)
-        out = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return AllToAll.apply(grads[0], *ctx.args), None, None, None
-
-
-class HostCopy:
-    """A small device tensor on its way to the host, so that the device can be given work before the host waits."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values.to("cpu", non_blocking=True)  # into pinned memory
-        self.arrived = torch.cuda.Event() if values.is_cuda else None
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def wait(self) -> list[list[int]]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values.tolist()
-
-
 # --- who goes where ---------------------------------------------------------------------------------------------------
 
 
@@ -96,30 +39,14 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     keys = experts.flatten().to(torch.int16)  # a radix sort of a quarter of the bits
     ordered, order = keys.sort(stable=True)
     bounds = torch.arange(num_experts + 1, device=experts.device, dtype=torch.int16)
-    return order, invert(order).view(experts.shape), torch.searchsorted(ordered, bounds).diff()
+    return order, invert(order, len(order)).view(experts.shape), torch.searchsorted(ordered, bounds).diff()
 
 
-def regroup(received: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """[ep, E_local] counts of rows that arrived rank by rank -> by_expert [total], the row to take at each place of
-    the order by expert, and its inverse by_rank [total].
-    """
-    by_rank = starts(received)
-    shift = starts(received.T).T - by_rank  # how far each (rank, expert) block moves
-    rows = torch.arange(total, device=received.device)
-    there = torch.repeat_interleave(shift.flatten(), received.flatten(), output_size=total)
-    back = torch.repeat_interleave(shift.T.flatten(), received.T.flatten(), output_size=total)
-    return rows - back, rows + there
-
-
-def starts(sizes: Tensor) -> Tensor:
-    """Sizes [A, B] of blocks that lie one after another, row by row -> where each begins [A, B]."""
-    flat = sizes.flatten()
-    return (flat.cumsum(0) - flat).view(sizes.shape)
-
-
-def invert(permutation: Tensor) -> Tensor:
-    positions = torch.arange(permutation.numel(), device=permutation.device)
-    return torch.empty_like(permutation).scatter_(0, permutation, positions)
+def invert(places: Tensor, size: int) -> Tensor:
+    """Places [...] within `size`, each taken once, or -1 -> [size]: the flat index of each place's taker, 0: nobody."""
+    places = places.flatten()
+    takers = torch.zeros(size + 1, dtype=torch.int64, device=places.device)  # the last is for the -1
+    return takers.scatter_(0, places.where(places >= 0, size), torch.arange(len(places), device=places.device))[:size]
 
 
 # --- moving rows ------------------------------------------------------------------------------------------------------
@@ -134,9 +61,12 @@ def spread(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
     return Spread.apply(x, order, positions)
 
 
-def collect(rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-    """Rows [M, ...] of assignments -> the sum over each token's [N, ...]; the transpose of `spread`."""
-    return Collect.apply(rows, order, positions)
+def collect(rows: Tensor, order: Tensor, positions: Tensor, keep: bool = False) -> Tensor:
+    """Rows [M, ...] of assignments -> the sum over each token's [N, ...]; the transpose of `spread`.
+
+    keep: activation checkpointing is not to make order and positions again, so that it can stop before it has `rows`.
+    """
+    return Collect.apply(rows, order, positions, keep)
 
 
 class Spread(torch.autograd.Function):
@@ -152,13 +82,15 @@ class Spread(torch.autograd.Function):
 
 class Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(order, positions)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, positions: Tensor, keep: bool) -> Tensor:
+        ctx.kept = (order, positions) if keep else None
+        if not keep:
+            ctx.save_for_backward(order, positions)
         return sum_rows(rows, order, positions)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return copy_rows(grads[0], *ctx.saved_tensors), None, None
+        return copy_rows(grads[0], *(ctx.kept or ctx.saved_tensors)), None, None, None
 
 
 def copy_rows(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
@@ -176,7 +108,7 @@ def sum_rows(rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
         from prl.models.row_kernels import gather_sum
 
         return gather_sum(rows, positions)
-    if len(order) == positions.numel():
+    if not positions.is_cuda and bool((positions >= 0).all()):  # the host may look
         return rows[positions].sum(dim=1)
     padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])  # position -1 is this last row
     return padded[positions].sum(dim=1)

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prl.config.schema import ParallelismConfig, RunConfig
+from prl.models.all_to_all_dispatch import AllToAllDispatch
 from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.deepep_dispatch import DeepEPDispatch
-from prl.models.expert_dispatch import AllToAllDispatch
 from prl.models.fp8 import apply_fp8
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
@@ -103,9 +103,12 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
     """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
     model.dtype. Experts under expert parallelism are sharded over what remains of the island, along dimension 1, which
-    leaves dimension 0 to the expert group.
+    leaves dimension 0 to the expert group. Activations follow the parameters' dtype from the embedding on; nothing is
+    cast on the way into a layer, for the rotary tables are float32 and long positions need them so.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype(config), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     offload = (
         CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         if config.memory_recipe.fsdp_cpu_offload
