@@ -6,6 +6,7 @@ import pytest
 import runs
 import tiny
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config import compose
@@ -14,6 +15,9 @@ from prl.config.schema import ModelCard
 from prl.models.attention import packed_attention
 from prl.models.checkpoint import check_card, copy_tokenizer, hf_tensors, load_checkpoint, save_checkpoint
 from prl.models.hf_causal_lm import HFCausalLM, build_hf_model
+from prl.planning.run_plan import MeshPlan
+from prl.trainer.parallelize import build_model
+from prl.trainer.world import build_world
 
 DOCS = [7, 1, 12, 5]
 SIZES = {
@@ -90,6 +94,35 @@ def test_logits_of_packed_documents_are_those_of_each_document_alone(family, tmp
     alone = torch.cat([model(doc[None], use_cache=False).logits[0] for doc in ids.split(DOCS)])
     torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
     assert alone.std() > 0.01
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def hf_config(card, *overrides):
+    config = compose(["model.impl=hf", "warm_start=none", *overrides])
+    return config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_in_bfloat16(family, tmp_path, world):
+    """Sharded as the trainer does; nothing is cast at the layers' doors."""
+    model = plain_model(family)
+    model.save_pretrained(tmp_path)
+    ids, positions = packed()
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        ours = build_model(hf_config(card_of(model), f"model.dtype={dtype}"), tmp_path, world)
+        attend = packed_attention(DOCS, ids.device)
+        loss = ours(ids, positions, attend, head=lambda h, w: (h @ w.t()).float().logsumexp(-1)).mean()
+        loss.backward()
+        assert all(param.grad.dtype == torch.float32 for param in ours.parameters())
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])

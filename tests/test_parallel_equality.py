@@ -64,6 +64,7 @@ def parallel(model_path, tmp_path_factory):
     jobs["fsdp", "compile"] = make_job(model_path, "fsdp", "memory_recipe.compile=true")
     jobs["ep2", "tight"] = make_job(model_path, "ep2", "memory=tight")
     jobs["cp2_ring", "tight"] = make_job(model_path, "cp2_ring", "memory=tight")
+    jobs["ep2", "bfloat16"] = make_job(model_path, "ep2", "model.dtype=bfloat16")
     sizes = {key: job_mesh(job).world_size for key, job in jobs.items()}
     results = {}
     for size in sorted(set(sizes.values())):
@@ -84,6 +85,12 @@ def test_three_steps_equal_one_process(plain, parallel, layout, recipe):
     assert got["weights"].keys() == plain["weights"].keys()
     for name, weight in got["weights"].items():
         torch.testing.assert_close(weight, plain["weights"][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_experts_in_bfloat16(plain, parallel):
+    """They are FSDP units of their own, into which tokens and mixing weights go as they are."""
+    got = parallel["ep2", "bfloat16"]["history"]
+    torch.testing.assert_close(torch.tensor(got)[:, 0], torch.tensor(plain["history"])[:, 0], rtol=0.01, atol=0)
 
 
 def test_world_sizes_are_those_of_the_layouts(model_path):

@@ -16,6 +16,7 @@ from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
 from prl.models.attention import packed_attention
 from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.qwen3 import rotary_tables
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.checkpoints import latest_valid
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
@@ -176,6 +177,37 @@ def test_names_are_the_same_under_activation_checkpointing(world, model_path):
     one, other = (dict(hf_tensors(p.model)) for p in (plain, wrapped))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+
+def test_rotary_tables_reach_the_layers_in_float32(world, model_path):
+    """At long positions a rounded cosine turns a query by another angle."""
+    policy, micro = build_policy(Job(model_path, overrides=["model.dtype=bfloat16"]), world), rows_of(1)[0]
+    micro.positions = micro.positions + 5000
+    seen = []
+    for layer in policy.model.layers:
+        layer.project = lambda x, cos, sin, project=layer.project: seen.append((x, cos, sin)) or project(x, cos, sin)
+    policy.forward(micro)
+    card = policy.model.card
+    cos, sin = rotary_tables(torch.from_numpy(micro.positions), card.head_dim, card.rope_theta)
+    assert len(seen) == card.num_hidden_layers
+    for got in seen:
+        assert got[0].dtype == torch.bfloat16
+        assert torch.equal(got[1], cos)
+        assert torch.equal(got[2], sin)
+
+
+@pytest.mark.parametrize("overrides", [[], RECIPES["both"]], ids=["plain", "both"])
+def test_bfloat16_is_near_float32(world, model_path, overrides):
+    exact = run_job(Job(model_path, overrides=overrides, steps=4))
+    rounded = run_job(Job(model_path, overrides=[*overrides, "model.dtype=bfloat16"], steps=4))
+    losses, expected = (np.array(job["history"])[:, 0] for job in (rounded, exact))
+    np.testing.assert_allclose(losses, expected, rtol=0.01)
+    assert not np.array_equal(losses, expected)
+    assert losses[-1] < losses[0]
+    assert all(weight.dtype == torch.float32 for weight in rounded["weights"].values())
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
