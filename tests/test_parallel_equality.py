@@ -28,6 +28,21 @@ LEVERS = {
     "fsdp_cpu_offload": "memory_recipe.fsdp_cpu_offload=true",
     "ac.freq=2": "memory_recipe.ac={mode: full, freq: 2}",
 }
+# attention and experts; alpha: adapters start at zero, and three steps shall matter
+LORA = [
+    "memory=lora",
+    "memory_recipe.lora.targets=[q_proj,k_proj,v_proj,o_proj,experts]",
+    "memory_recipe.lora.alpha=32",
+]
+LORA_LAYOUTS = ("fsdp", "hsdp2", "ep2", "cp2", "ep2_cp2")
+LORA_LEVERS = {
+    "lora ac full": ["memory_recipe.ac.mode=full"],
+    "lora selective, offloading": ["memory_recipe.ac.mode=selective", "memory_recipe.ac_offloading.enabled=true"],
+    "lora optim_cpu_offload": ["memory_recipe.optim_cpu_offload=true"],
+    "lora optim_cpu_offload=full": ["memory_recipe.optim_cpu_offload=full"],
+    "lora fsdp_cpu_offload": ["memory_recipe.fsdp_cpu_offload=true"],
+    "lora compile": ["memory_recipe.compile=true"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +60,22 @@ def make_job(model_path, layout, *overrides, **fields):
 
 
 @pytest.fixture(scope="module")
-def plain(model_path):
-    """One process, no recipe."""
+def alone():
+    """A world of one in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield run_job(make_job(model_path, "single"))
+    yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def plain(alone, model_path):
+    """One process, no recipe."""
+    return run_job(make_job(model_path, "single"))
+
+
+@pytest.fixture(scope="module")
+def plain_lora(alone, model_path):
+    return run_job(make_job(model_path, "single", *LORA))
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +90,10 @@ def parallel(model_path, tmp_path_factory):
     jobs["fsdp", "compile"] = make_job(model_path, "fsdp", "memory_recipe.compile=true")
     jobs["ep2", "tight"] = make_job(model_path, "ep2", "memory=tight")
     jobs["cp2_ring", "tight"] = make_job(model_path, "cp2_ring", "memory=tight")
+    for layout in LORA_LAYOUTS:
+        jobs[layout, "lora"] = make_job(model_path, layout, *LORA, *LAYOUTS[layout])
+    for lever, overrides in LORA_LEVERS.items():
+        jobs["ep2", lever] = make_job(model_path, "ep2", *LORA, *overrides)
     jobs["ep2", "bfloat16"] = make_job(model_path, "ep2", "model.dtype=bfloat16")
     sizes = {key: job_mesh(job).world_size for key, job in jobs.items()}
     results = {}
@@ -80,7 +110,26 @@ CASES += [("ep2", lever) for lever in LEVERS]
 
 @pytest.mark.parametrize(("layout", "recipe"), CASES)
 def test_three_steps_equal_one_process(plain, parallel, layout, recipe):
-    got = parallel[layout, recipe]
+    assert_equal(parallel[layout, recipe], plain)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe"), [(layout, "lora") for layout in LORA_LAYOUTS] + [("ep2", lever) for lever in LORA_LEVERS]
+)
+def test_adapters_learn_as_in_one_process(plain_lora, parallel, layout, recipe):
+    """The weights that are compared are merged."""
+    assert_equal(parallel[layout, recipe], plain_lora)
+
+
+def test_adapters_change_what_they_should(plain_lora, model_path):
+    before = dict(hf_tensors(random_model(moe_card(num_experts=EXPERTS), std=0.1)))
+    adapted = {name.split(".")[-2] for name, weight in plain_lora["weights"].items() if not weight.equal(before[name])}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    losses = [loss for loss, _ in plain_lora["history"]]
+    assert losses[0] != pytest.approx(losses[2], abs=0.05)
+
+
+def assert_equal(got, plain):
     torch.testing.assert_close(torch.tensor(got["history"]), torch.tensor(plain["history"]), rtol=1e-4, atol=0)
     assert got["weights"].keys() == plain["weights"].keys()
     for name, weight in got["weights"].items():
@@ -100,7 +149,7 @@ def test_world_sizes_are_those_of_the_layouts(model_path):
 
 def test_every_shipped_choice_is_covered():
     groups = config_groups()
-    assert set(groups["memory_recipe"]) == {"none", "lora", *RECIPES}  # lora trains something else
+    assert set(groups["memory_recipe"]) == {"none", "lora", *RECIPES}
     assert set(groups["parallelism"]) - {"auto", "single", "ep8", "cp4"} == set(
         LAYOUTS
     )  # the last two: as ep8_cp2, cp2

@@ -105,7 +105,7 @@ def run_job(job: Job) -> dict[str, Any]:
     history = [train_step(policy, step) for step in range(job.start + 1, job.start + job.steps + 1)]
     if job.save:
         save(policy, Path(job.save), job.start + job.steps)
-    weights = {name: tensor.clone() for name, tensor in hf_tensors(policy.model)}
+    weights = {name: tensor.clone() for name, tensor in hf_tensors(policy.model)}  # adapters are added in
     return {"history": history, "weights": weights, "random": torch.rand(3)}
 
 

@@ -20,15 +20,7 @@ class NotAvailableError(UserError):
 
 def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     """All wishes of the config that must wait for a later version."""
-    yield from _memory(config)
     if config.inference.engine == "vllm":
         yield NotAvailableError("The vLLM engine", "inference.engine=vllm", "inference=torch")
     if config.deployment.type == "multi_node":
         yield NotAvailableError("Deployment on several nodes", "deployment.type=multi_node", "deployment=disaggregated")
-
-
-def _memory(config: RunConfig) -> Iterator[NotAvailableError]:
-    memory = config.memory_recipe
-    if memory.lora.rank:
-        fix = "memory_recipe.lora.rank=0"
-        yield NotAvailableError("LoRA", f"memory_recipe.lora.rank={memory.lora.rank}", fix)

@@ -103,6 +103,7 @@ class LoraConfig(Group):
     rank: NonNegative = 0  # 0: full-parameter training
     alpha: PositiveFloat = 16.0
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    export_merged: bool = True  # beside the adapter, the whole model with the adapter added in
 
 
 class MemoryConfig(Group):

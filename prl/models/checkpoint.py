@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard, ModelConfig
+from prl.models.lora import is_adapter, merged_parameters
 from prl.models.names import Region, locate, to_hf
 from prl.models.qwen3 import Qwen3Model
 
@@ -197,7 +198,8 @@ def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def _expected_regions(model: Qwen3Model) -> set[Region]:
-    meta = ((name, torch.empty(p.shape, device="meta")) for name, p in model.named_parameters())
+    params = ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
+    meta = ((name, torch.empty(p.shape, device="meta")) for name, p in params)
     regions = (locate(hf_name, model.card) for name, t in meta for hf_name, _ in to_hf(name, t, model.card))
     return {region for region in regions if region is not None}
 
@@ -230,10 +232,10 @@ def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
 
 
 def hf_tensors(model: Qwen3Model) -> Iterator[tuple[str, Tensor]]:
-    """Whole checkpoint tensors, gathered one parameter at a time: a collective when the model is sharded."""
-    for name, param in model.named_parameters():
-        data = param.detach()
-        whole = data.full_tensor() if isinstance(data, DTensor) else data
+    """Whole checkpoint tensors, adapters added in, gathered one parameter at a time: a collective when the model is
+    sharded.
+    """
+    for name, whole in merged_parameters(model):
         yield from to_hf(name, whole, model.card)
 
 

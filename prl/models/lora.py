@@ -79,11 +79,12 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
                 setattr(module, name, LoraLinear(child, lora.rank, lora.alpha))
     if missing:
         linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        usual = [name for name in linears if name != "lm_head"]
         raise UserError(
             f"The model has no LoRA target {', '.join(sorted(missing))}.",
             where=f"memory_recipe.lora.targets=[{','.join(lora.targets)}]",
             why=f"its linears are: {', '.join(linears)}",
-            fix=f"memory_recipe.lora.targets=[{','.join(name for name in linears if name != 'lm_head')}]",
+            fix=f"memory_recipe.lora.targets=[{','.join(usual)}]" if usual else "memory_recipe.lora.rank=0",
         )
 
 

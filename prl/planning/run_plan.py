@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from prl.config.point import point_id
-from prl.config.schema import CkptConfig, RunConfig
+from prl.config.schema import CkptConfig, LoraConfig, RunConfig
 from prl.config.world import resolve_world
 
 RoleName = Literal["inference", "orchestrator", "trainer", "env"]
@@ -90,7 +90,8 @@ def warm_start_plan(plan: RunPlan) -> RunPlan | None:
     """The supervised job that runs before the first rollout, or None. Its result is cached under `warm_start_key`.
 
     It is an ordinary SFT job of the same model on the trainer's layout, without checkpoints on the way and without a
-    wandb run of its own.
+    wandb run of its own. It trains all weights, with LoRA too: the result is the base to which adapters are added, and
+    the cache key leaves out the memory recipe.
     """
     config = plan.config
     sft = config.warm_start
@@ -107,6 +108,7 @@ def warm_start_plan(plan: RunPlan) -> RunPlan | None:
                 "sft": sft,
                 "warm_start": None,
                 "output_dir": None,
+                "memory_recipe": config.memory_recipe.model_copy(update={"lora": LoraConfig()}),
                 "ckpt": CkptConfig(interval=0, keep=1, at_end=False, asynchronous=False, export_hf=True),
                 "logging": config.logging.model_copy(
                     update={"wandb": config.logging.wandb.model_copy(update={"mode": "disabled"})}

@@ -1,6 +1,7 @@
 """The trainer's part of a checkpoint: model, optimizer and random state through torch.distributed.checkpoint.
 
-What is saved under one mesh can be loaded under another: DCP stores whole tensors' shards with their offsets.
+What is saved under one mesh can be loaded under another: DCP stores whole tensors' shards with their offsets. Frozen
+weights (LoRA) are left out: every start, resumed ones too, reads them from the model's own checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from prl.runtime.checkpoints import full_disk_error, staging_dir
 from prl.trainer.optimizer_offload import master_weights
@@ -77,13 +78,26 @@ class TrainerCheckpointer:
         if not any(name.startswith(f"{_random_key()}.") for name in saved):  # saved by fewer ranks than there are now
             del state[_random_key()]
         dcp.load(state, checkpoint_id=str(path / PART))
-        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=not frozen_names(model)),  # what is asked for was found, or load had failed
+        )
         _set_random_state(state.get(_random_key()))
 
     def _state(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(model, optimizers)
+        for name in frozen_names(model):
+            del model_state[name]
         model_state.update(master_weights(model, optimizers))
         return {"model": model_state, "optimizer": optimizer_state, _random_key(): _random_state()}
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Names, those of tied ones too, of the parameters that are not trained."""
+    return {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
 
 
 def _random_key() -> str:

@@ -27,19 +27,22 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
         return [torch.optim.SGD(groups, config.lr, config.momentum, weight_decay=config.weight_decay)]
     hidden = {n: p for n, p in params.items() if config.type == "muon" and is_hidden_matrix(n, p)}
     rest = by_mesh(p for n, p in params.items() if n not in hidden)
-    adamw = torch.optim.AdamW(
-        rest, config.lr, config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-    )
-    if not hidden:
-        return [adamw]
-    muon = torch.optim.Muon(
-        by_mesh(hidden.values()),
-        config.lr,
-        config.weight_decay,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return [muon, adamw]
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        muon = torch.optim.Muon(
+            by_mesh(hidden.values()),
+            config.lr,
+            config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimizers.append(muon)
+    if rest:  # nothing is left where adapters of linears are all that is trained
+        adamw = torch.optim.AdamW(
+            rest, config.lr, config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+        optimizers.append(adamw)
+    return optimizers
 
 
 def by_mesh(params: Iterable[Tensor]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""From a meta-device model to a sharded one: experts, activation checkpointing, compilation, FSDP2, then weights.
+"""From a meta-device model to a sharded one: experts, adapters, compilation, checkpointing, FSDP2, then weights.
 
 In the manner of torchtitan: small functions, applied in one order, each doing nothing when its knob is off.
 """
@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
 from prl.models.all_to_all_dispatch import AllToAllDispatch
 from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.deepep_dispatch import DeepEPDispatch
 from prl.models.fp8 import apply_fp8
+from prl.models.lora import LoraLinear, apply_lora, init_adapters
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
 from prl.trainer.activation_offload import apply_activation_offload
@@ -37,6 +39,7 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
         load_checkpoint(model, path)
     else:
         draw_weights(model, config.seed + world.rank)
+    init_adapters(model, config.seed)
     return model
 
 
@@ -56,13 +59,29 @@ def build_sharded(config: RunConfig, path: Path | None, world: World) -> Qwen3Mo
     if config.model.fp8 != "none":
         apply_fp8(model, config.model.fp8)
     apply_expert_parallelism(model, config.parallelism, world)
+    if config.memory_recipe.lora.rank:
+        apply_lora(model, config.memory_recipe.lora, compute_dtype(config))
+        check_head(model)
+    elif config.memory_recipe.optim_cpu_offload == "full":
+        model.to(compute_dtype(config))  # the float32 master weights live on the host
     apply_compile(model, config.memory_recipe.compile)
     apply_checkpointing(model, config.memory_recipe.ac, config.memory_recipe.compile)
     apply_activation_offload(model, config.memory_recipe.ac_offloading, world.device)
-    if config.memory_recipe.optim_cpu_offload == "full":
-        model.to(compute_dtype(config))  # the float32 master weights live on the host
     apply_fsdp(model, config, world)
     return model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)
+
+
+def check_head(model: Qwen3Model) -> None:
+    """Raise UserError when the LM head has adapters: losses are computed from its weight alone."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear) and module.weight is model.head_weight:
+            target = name.split(".")[-1]
+            raise UserError(
+                "The LM head cannot have adapters.",
+                where=f"memory_recipe.lora.targets=[...,{target}]",
+                why="losses are computed from hidden states and the LM head's weight, in chunks",
+                fix=f"memory_recipe.lora.targets without {target}",
+            )
 
 
 @torch.no_grad()

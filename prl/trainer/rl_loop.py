@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from prl.metrics.mfu import packed_flops, utilisation
-from prl.models.checkpoint import copy_tokenizer, hf_tensors, resolve_model_path, save_checkpoint
+from prl.models.checkpoint import hf_tensors, resolve_model_path
 from prl.runtime.child import ChildContext
 from prl.trainer.batches import BatchClient
 from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.export import export_policy
 from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
@@ -166,21 +167,10 @@ class RLTrainer:
             self.start_checkpoint(step)
             self.finish_checkpoint(wait=True)
         if finished and self.config.ckpt.export_hf:
-            self.export()
+            export_policy(self.policy, self.model_path, self.ctx.run_dir / "export")
         if self.world.is_main:
             self.await_announced()
             self.client.post("/train/done", {"step": step}, self.config.deployment.stop_timeout_s)
-
-    def export(self) -> None:
-        """The policy as a Hugging Face checkpoint with its tokenizer, under <run>/export/."""
-        tensors = hf_tensors(self.policy.model)
-        if not self.world.is_main:
-            for _ in tensors:
-                pass
-            return
-        target = self.ctx.run_dir / "export"
-        save_checkpoint(tensors, target, self.config.model.card)
-        copy_tokenizer(self.model_path, target)
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 

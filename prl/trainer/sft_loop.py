@@ -11,11 +11,12 @@ import torch
 
 from prl.metrics.mfu import packed_flops, utilisation
 from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import copy_tokenizer, hf_tensors, resolve_model_path, save_checkpoint
+from prl.models.checkpoint import resolve_model_path
 from prl.models.tokenizer import load_tokenizer
 from prl.runtime.checkpoints import commit
 from prl.runtime.child import ChildContext
 from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.export import export_policy
 from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
 from prl.trainer.sft_data import load_sft_data
 from prl.trainer.world import World, join_world, leave_world, sum_over_data, sum_over_world
@@ -131,15 +132,8 @@ class SftTrainer:
         if wanted and step > 0 and step not in (self.checkpointer.saved_step, self.ctx.resume_step):
             self.start_checkpoint(step)
             self.finish_checkpoint(wait=True)
-        if not (finished and self.config.ckpt.export_hf):
-            return
-        tensors = hf_tensors(self.policy.model)
-        if self.world.is_main:
-            save_checkpoint(tensors, self.ctx.run_dir / "export", self.config.model.card)
-            copy_tokenizer(self.model_path, self.ctx.run_dir / "export")
-        else:
-            for _ in tensors:  # take part in the gathers
-                pass
+        if finished and self.config.ckpt.export_hf:
+            export_policy(self.policy, self.model_path, self.ctx.run_dir / "export")
 
     def log(self, step: int, row: dict[str, Any], step_s: float) -> None:
         self.ctx.metrics.log(step=step, **row, step_s=step_s, peak_memory_bytes=peak_memory_bytes(self.world.device))
