@@ -121,6 +121,13 @@ def test_flops_of_one_document() -> None:
     assert "heads*head_dim" in formula
 
 
+def test_a_frozen_model_has_no_gradients_of_weights() -> None:
+    flops, formula = packed_flops(DENSE, [3], frozen=True)
+    assert flops == 4 * 1424 * 3 + 6 * (2 * 4 * 3 * 4 * 3)
+    assert formula.startswith("4*P_active*T + 6*layers")
+    assert "4*P_active" in utilisation(1e9, 2.0, "cpu", formula)[1]
+
+
 def test_packing_adds_no_attention_across_documents() -> None:
     assert packed_flops(DENSE, [3, 5])[0] == packed_flops(DENSE, [3])[0] + packed_flops(DENSE, [5])[0]
     assert packed_flops(DENSE, [3, 5])[0] < packed_flops(DENSE, [8])[0]

@@ -19,7 +19,7 @@ from prl.bench.profile import profile_step
 from prl.bench.rows import make_rows
 from prl.bench.trainer import write_result
 from prl.config.schema import ModelCard
-from prl.metrics.mfu import packed_flops
+from prl.metrics.mfu import FORMULA, packed_flops
 from prl.models.checkpoint import card_to_hf_config
 from prl.runtime.child import ChildContext
 from prl.trainer.losses import LOSSES, LossInputs
@@ -33,7 +33,7 @@ def main(ctx: ChildContext) -> None:
     """Entry of `trainer/0` with bench.target=transformers."""
     baseline = Baseline(ctx)
     report = baseline.run()
-    write_result(ctx, [report], baseline.profile)
+    write_result(ctx, [report], FORMULA, baseline.profile)
 
 
 class Baseline:

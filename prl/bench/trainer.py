@@ -15,7 +15,7 @@ from prl.bench.launch import RESULT
 from prl.bench.measurement import MemoryWatch, StepRecord, Stopwatch, rank_report, summarise_ranks
 from prl.bench.profile import profile_step
 from prl.bench.rows import make_rows
-from prl.metrics.mfu import FORMULA, packed_flops, peak_flops
+from prl.metrics.mfu import peak_flops
 from prl.models.checkpoint import resolve_model_path
 from prl.runtime.child import ChildContext
 from prl.trainer.policy import Policy, seed_everything
@@ -33,7 +33,7 @@ def main(ctx: ChildContext) -> None:
         reports: list[Any] = [None] * world.size
         dist.all_gather_object(reports, report)
         if world.is_main:
-            write_result(ctx, reports, bench.profile)
+            write_result(ctx, reports, bench.policy.flops_formula, bench.profile)
     finally:
         leave_world()
 
@@ -84,7 +84,7 @@ class TrainerBench:
         record = watch.record
         record.useful_tokens = sum(row.num_tokens for row in rows) / world.cp
         record.padded_tokens = config.seq_len * len(rows) / world.cp
-        record.flops = sum(packed_flops(card, row.doc_lens.tolist())[0] for row in rows) / world.cp
+        record.flops = sum(self.policy.flops(row) for row in rows) / world.cp
         record.loss = float(torch.stack(losses).sum()) / world.cp
         return record
 
@@ -110,10 +110,12 @@ class TrainerBench:
         return sft if self.bench.target == "trainer_sft" else rl
 
 
-def write_result(ctx: ChildContext, reports: list[dict[str, Any]], profile: dict[str, Any] | None) -> None:
+def write_result(
+    ctx: ChildContext, reports: list[dict[str, Any]], formula: str, profile: dict[str, Any] | None
+) -> None:
     """<run>/bench.json, where the root process finds it."""
     peak, source = peak_flops("cuda" if torch.cuda.is_available() else "cpu")
-    result = summarise_ranks(reports, peak, f"({FORMULA}) / step seconds / {peak:.4g} FLOP/s ({source})")
+    result = summarise_ranks(reports, peak, f"({formula}) / step seconds / {peak:.4g} FLOP/s ({source})")
     if profile is not None:
         result["profile"] = profile
     (ctx.run_dir / RESULT).write_text(json.dumps(result, indent=1) + "\n")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMULA = "6*P_active*T + 6*layers*heads*head_dim*sum(d*(d+1)) over documents of d tokens"
+FROZEN_FORMULA = FORMULA.replace("6*P_active", "4*P_active", 1)  # no gradient of the weights themselves
 PEAK_FLOPS = {  # dense bfloat16 FLOP/s by device name, from the vendors' data sheets
     "H100": 989e12,
     "H200": 989e12,
@@ -42,32 +43,37 @@ def active_params(card: ModelCard) -> int:
     return card.num_hidden_layers * (attention + mlp) + hidden * card.vocab_size
 
 
-def packed_flops(card: ModelCard, doc_lens: Iterable[int]) -> tuple[float, str]:
+def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False) -> tuple[float, str]:
     """Model FLOPs of forward and backward over packed documents, and the formula.
 
     6 FLOPs per active parameter and token. A document of d tokens has d(d+1)/2 causal pairs; QK^T and PV take
     2*head_dim FLOPs each per pair and head, three times that with the backward pass. Recomputation does not count
-    (PaLM, arXiv:2204.02311, appendix B), nor does padding or attention across documents.
+    (PaLM, arXiv:2204.02311, appendix B), nor does padding or attention across documents. Of a frozen model (LoRA) the
+    weights' gradients are not computed, which leaves 4; its adapters, some thousandth of that, are not counted.
 
     Args:
         doc_lens: tokens of each document.
+        frozen: whether the model's own weights are not trained.
     """
     lengths = list(doc_lens)
     pairs = sum(d * (d + 1) / 2 for d in lengths)
     per_pair = 12 * card.num_hidden_layers * card.num_attention_heads * card.head_dim
-    return float(6 * active_params(card) * sum(lengths) + per_pair * pairs), FORMULA
+    per_param = 4 if frozen else 6
+    formula = FROZEN_FORMULA if frozen else FORMULA
+    return float(per_param * active_params(card) * sum(lengths) + per_pair * pairs), formula
 
 
-def utilisation(flops: float, seconds: float, device_type: str) -> tuple[float, str]:
+def utilisation(flops: float, seconds: float, device_type: str, formula: str = FORMULA) -> tuple[float, str]:
     """Model FLOPs utilisation of this process's device, and its formula with the peak that it refers to.
 
     Args:
         flops: model FLOPs of this rank, from `packed_flops`.
         seconds: that it was busy with them.
         device_type: "cpu" or "cuda".
+        formula: of `flops`.
     """
     peak, source = peak_flops(device_type)
-    return flops / max(seconds, 1e-9) / peak, f"({FORMULA}) / busy seconds / {peak:.3g} FLOP/s ({source})"
+    return flops / max(seconds, 1e-9) / peak, f"({formula}) / busy seconds / {peak:.3g} FLOP/s ({source})"
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import OptimConfig, RunConfig
+from prl.metrics.mfu import packed_flops
 from prl.models.attention import activate_attention, packed_attention
 from prl.models.moe import RoutingRecorder
 from prl.models.qwen3 import Attend
@@ -48,6 +49,7 @@ class Policy:
         )
         self.context = context_group(config, world)
         self.lr = 0.0
+        self.flops_formula = ""  # of what `flops` returned last
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> TokenStats:
         """Log-probability and entropy of every token in the loss mask.
@@ -102,6 +104,12 @@ class Policy:
         head = logprob_head(rows, targets, temperature, self.config.memory_recipe.fused_lm_head_token_chunk_size)
         recorder = None if routed is None else RoutingRecorder(given=routed)
         return self.model(input_ids, positions, attend, head=head, recorder=recorder)
+
+    def flops(self, micro: MicroBatch) -> float:
+        """Model FLOPs of forward and backward over a whole micro-batch, by `flops_formula`."""
+        frozen = self.config.memory_recipe.lora.rank > 0
+        flops, self.flops_formula = packed_flops(self.config.model.card, micro.doc_lens.tolist(), frozen)
+        return flops
 
     def optimizer_step(self, step: int) -> tuple[float, float]:
         """Clip, apply at the scheduled learning rate, clear. Returns (gradient norm before clipping, seconds)."""

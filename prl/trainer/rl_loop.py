@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prl.metrics.mfu import packed_flops, utilisation
+from prl.metrics.mfu import utilisation
 from prl.models.checkpoint import hf_tensors, resolve_model_path
 from prl.runtime.child import ChildContext
 from prl.trainer.batches import BatchClient
@@ -84,7 +84,7 @@ class RLTrainer:
             part, kl = backward_rl(self.config.algo, micro, stats, denominator)
             parts.append(part)
             kls.append(kl)
-            flops += packed_flops(self.config.model.card, micro.doc_lens.tolist())[0]
+            flops += self.policy.flops(micro)
         wait_for(self.world.device)
         forward_backward_s = time.perf_counter() - started
         grad_norm, optim_s = self.policy.optimizer_step(batch.step)
@@ -176,7 +176,7 @@ class RLTrainer:
 
     def log(self, step: int, row: dict[str, Any], waited: float, publish_s: float, step_s: float) -> None:
         busy_s = row["forward_backward_s"] + row["optim_s"]
-        mfu, formula = utilisation(row.pop("flops"), busy_s, self.world.device.type)
+        mfu, formula = utilisation(row.pop("flops"), busy_s, self.world.device.type, self.policy.flops_formula)
         self.ctx.metrics.log(
             step=step,
             policy_version=step,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from prl.metrics.mfu import packed_flops, utilisation
+from prl.metrics.mfu import utilisation
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import resolve_model_path
 from prl.models.tokenizer import load_tokenizer
@@ -86,11 +86,11 @@ class SftTrainer:
             share = -self.policy.forward(micro).logp.sum() / targets
             share.backward()
             loss += share.item()
-            flops += packed_flops(self.config.model.card, micro.doc_lens.tolist())[0]
+            flops += self.policy.flops(micro)
         grad_norm, _ = self.policy.optimizer_step(step)
         total = sum_over_data(torch.tensor([loss], dtype=torch.float64), self.world).item()
         busy_s = time.perf_counter() - started
-        mfu, formula = utilisation(flops, busy_s, self.world.device.type)
+        mfu, formula = utilisation(flops, busy_s, self.world.device.type, self.policy.flops_formula)
         tokens = sum(row.num_tokens for row in rows)
         return {
             "loss": total,
