@@ -145,7 +145,7 @@ def test_deepep_pieces_overlap(together):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", [("torch", 3), ("deepep", None)])
+@pytest.mark.parametrize("other", [("torch", 3), ("deepep", 1)])
 def test_backends_and_pieces_train_alike(together, other):
     """With recomputation, which leaves the exchange early once it has what it needs."""
     histories = together[1]["backends"]
@@ -263,6 +263,8 @@ DEEPEP = ["parallelism=ep2", "parallelism.ep_comm_backend=deepep", "model.dtype=
         ("rl", [*DEEPEP, "deployment.device=cpu"], "on GPUs only"),
         ("rl", [*DEEPEP, "parallelism.ep=1"], "nothing for DeepEP to carry"),
         ("rl", [*DEEPEP, "parallelism.deepep_num_sms=21"], "21 multiprocessors"),
+        ("rl", ["parallelism.ep_pieces=2"], "cannot travel in 2 pieces"),
+        ("rl", [*DEEPEP, "parallelism.ep_pieces=2"], "DeepEP cuts by"),
         ("rl", ["model.router_bias_update_rate=0.001"], "other experts than the trainer"),
         ("sft", ["model.router_bias_update_rate=0.001", "model.card.num_experts=0"], "no experts whose load"),
     ],

@@ -81,6 +81,7 @@ class ParallelismConfig(Group):
     cp_style: Literal["ulysses", "ring"] = "ulysses"
     allow_cp_across_nodes: bool = False
     ep_comm_backend: Literal["torch", "deepep"] = "torch"
+    ep_pieces: Positive = 1
     deepep_num_sms: Positive = 20
     deepep_token_chunk_size: Positive | None = None
     reshard_after_forward: bool = True

@@ -101,7 +101,7 @@ def apply_expert_parallelism(model: Qwen3Model, parallelism: ParallelismConfig, 
     if world.experts is None:
         return
     mesh = world.experts["ep"]
-    dispatch: AllToAllDispatch | DeepEPDispatch = AllToAllDispatch(mesh.get_group())
+    dispatch: AllToAllDispatch | DeepEPDispatch = AllToAllDispatch(mesh.get_group(), parallelism.ep_pieces)
     if parallelism.ep_comm_backend == "deepep":
         chunk_size = parallelism.deepep_token_chunk_size
         dispatch = DeepEPDispatch(mesh.get_group(), parallelism.deepep_num_sms, chunk_size)

@@ -22,6 +22,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     parallelism.ep_divides_experts,
     parallelism.ep_fits_the_fsdp_island,
     parallelism.deepep_fits_the_mesh,
+    parallelism.pieces_travel,
     parallelism.deepep_can_run,
     parallelism.ulysses_divides_heads,
     parallelism.model_knows_cp_style,

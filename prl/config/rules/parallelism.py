@@ -79,6 +79,20 @@ def deepep_fits_the_mesh(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def pieces_travel(config: RunConfig) -> Iterator[UserError]:
+    parallelism, ep = config.parallelism, resolve_world(config).ep
+    if parallelism.ep_pieces > 1 and (ep == 1 or parallelism.ep_comm_backend == "deepep"):
+        yield UserError(
+            f"Tokens cannot travel in {parallelism.ep_pieces} pieces.",
+            where=f"parallelism.ep_pieces={parallelism.ep_pieces}, parallelism.ep={ep}, "
+            f"parallelism.ep_comm_backend={parallelism.ep_comm_backend}",
+            why="with one rank in an expert group they do not travel"
+            if ep == 1
+            else "DeepEP cuts by parallelism.deepep_token_chunk_size",
+            fix="parallelism.ep_pieces=1",
+        )
+
+
 def deepep_can_run(config: RunConfig) -> Iterator[UserError]:
     if config.parallelism.ep_comm_backend != "deepep":
         return
