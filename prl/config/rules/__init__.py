@@ -37,7 +37,6 @@ TRAIN_RULES: tuple[Rule, ...] = (
     memory.lora_targets_exist,
     memory.lora_fits_the_kernels,
     deployment.fsdp_groups_need_nodes,
-    sft.rows_fill_the_ranks,
 )
 RL_RULES: tuple[Rule, ...] = (
     rl.colocated_engines_have_a_trainer,
