@@ -94,8 +94,8 @@ def test_fp8_report(tmp_path):
     result = json.loads((tmp_path / "fp8.json").read_text())
     assert result["casts"]["differing"] == [0, 0, 0, 0]
     for shape in result["shapes"]:
-        assert all(0.01 < error < 0.06 for error in shape["error"])
-        assert shape["against_emulated"] == [0, 0, 0]
+        assert all(0.01 < error < 0.09 for error in shape["error"])  # in experts two products follow each other
+        assert not any(shape["against_emulated"])
         assert shape["speedup"] > 0
     assert len(result["losses"]["fp8"]) == 2
     assert result["losses"]["fp8"] == pytest.approx(result["losses"]["plain"], rel=0.05)

@@ -7,10 +7,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from prl.models.attention import packed_attention
-from prl.models.fp8 import Fp8Experts, Fp8Linear, apply_fp8, fp8_grouped_mm, fp8_linear, fp8_linear_backward
-from prl.models.fp8_cast import BLOCK, cast_blocks, cast_columns, cast_rows, restore_blocks, restore_rows
+from prl.models.fp8 import (
+    Fp8Attention,
+    Fp8DenseMLP,
+    Fp8Experts,
+    Fp8Linear,
+    apply_fp8,
+    fp8_linears,
+    fp8_linears_backward,
+)
+from prl.models.fp8_cast import (
+    BLOCK,
+    cast,
+    cast_blocks,
+    cast_columns,
+    cast_rows,
+    join_blocks,
+    restore_blocks,
+    restore_rows,
+)
 from prl.models.fp8_groups import group_rows
-from prl.models.moe import grouped_linear
+from prl.models.moe import Experts
 
 EPS = 2**-4  # half the distance of neighbouring e4m3 values, relative to them
 
@@ -83,29 +100,70 @@ def test_an_outlier_hurts_its_own_block_only():
     assert not differs.any()
 
 
+def test_parts_are_cast_as_what_they_make_up():
+    parts = [torch.randn(150, 128), torch.randn(150, 256)]
+    whole = torch.cat(parts, 1)
+    for ours, theirs in zip(cast(parts, True, True), (cast_rows(whole), cast_columns(whole)), strict=True):
+        assert torch.equal(restore_rows(ours), restore_rows(theirs))
+    assert torch.equal(restore_blocks(join_blocks([whole[:128], whole[128:]])), restore_blocks(cast_blocks(whole)))
+
+
+def test_rows_are_taken_from_where_they_lie():
+    x = torch.randn(5, 130)
+    x[4] = float("nan")  # nobody takes it
+    rows, columns = cast([x], True, True, source=torch.tensor([2, -1, 0, 0]))
+    expected = torch.stack([x[2], torch.zeros(130), x[0], x[0]])
+    assert torch.equal(restore_rows(rows), restore_rows(cast_rows(expected)))
+    assert torch.equal(restore_rows(columns), restore_rows(cast_columns(expected)))
+
+
 # --- linear -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tokens", "k", "n"), [(128, 256, 128), (100, 200, 72), (3, 130, 300)])
-def test_linear_and_its_gradients_are_within_a_few_per_cent(tokens, k, n):
-    x, weight, grad = torch.randn(tokens, k), torch.randn(n, k), torch.randn(tokens, n)
-    results = []
-    for multiply in (F.linear, lambda x, w: fp8_linear(x, w, "emulated")):
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = multiply(*leaves)
-        y.backward(grad)
-        results.append([y.detach(), leaves[0].grad, leaves[1].grad])
-    errors = [relative(ours, theirs) for theirs, ours in zip(*results, strict=True)]
+def run_linears(multiply, x, weights, grads):
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
+    outputs = multiply(leaves[0], leaves[1:])
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads)]
+
+
+def emulated(x, weights):
+    return fp8_linears(x, weights, "emulated")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "sizes"), [(128, 256, [128]), (100, 200, [72]), (3, 130, [300]), (40, 200, [72, 130, 9])], ids=str
+)
+def test_linears_and_their_gradients_are_within_a_few_per_cent(tokens, k, sizes):
+    x, weights = torch.randn(tokens, k), [torch.randn(n, k) for n in sizes]
+    grads = [torch.randn(tokens, n) for n in sizes]
+    exact = run_linears(lambda x, weights: [F.linear(x, w) for w in weights], x, weights, grads)
+    errors = [relative(o, e) for o, e in zip(run_linears(emulated, x, weights, grads), exact, strict=True)]
     assert all(1e-3 < error < 0.06 for error in errors), errors
+
+
+def test_linears_together_are_the_linears_one_by_one():
+    x, weights = torch.randn(40, 256), [torch.randn(n, 256) for n in (128, 256)]
+    grads = [torch.randn(40, 128), torch.randn(40, 256)]
+    together = run_linears(emulated, x, weights, grads)
+    apart = run_linears(lambda x, weights: [emulated(x, [w])[0] for w in weights], x, weights, grads)
+    for ours, theirs in zip(together, apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("wants", [(True, False), (False, True)], ids=["frozen weight", "input without gradient"])
 def test_gradients_only_where_they_are_wanted(wants):
     x, weight = torch.randn(5, 64, requires_grad=wants[0]), torch.randn(16, 64, requires_grad=wants[1])
-    fp8_linear(x, weight, "emulated").sum().backward()
+    emulated(x, [weight])[0].sum().backward()
     assert (x.grad is not None, weight.grad is not None) == wants
-    grads = fp8_linear_backward(torch.randn(5, 16), x.detach(), weight.detach(), "emulated", *wants)
+    grads = fp8_linears_backward([torch.randn(5, 16)], x.detach(), [weight.detach()], "emulated", *wants)
     assert tuple(grad.numel() > 0 for grad in grads) == wants, "what nobody wants is not computed"
+
+
+def test_a_linear_whose_output_nobody_uses():
+    x, weights = torch.randn(5, 64, requires_grad=True), [torch.randn(16, 64, requires_grad=True) for _ in range(2)]
+    emulated(x, weights)[0].sum().backward()
+    assert weights[0].grad.abs().sum() > 0
+    assert weights[1].grad is None or weights[1].grad.abs().sum() == 0
 
 
 def test_products_of_representable_values_are_exact():
@@ -113,12 +171,14 @@ def test_products_of_representable_values_are_exact():
     x, weight = (torch.randint(-8, 9, (128, 256)).float() for _ in range(2))
     x[:, ::BLOCK] = 448.0
     weight[0, ::BLOCK] = 448.0
-    assert torch.equal(fp8_linear(x, weight, "emulated"), x @ weight.t())
+    assert torch.equal(emulated(x, [weight])[0], x @ weight.t())
 
 
-def test_linear_passes_torch_library_checks():
-    args = (torch.randn(5, 130, requires_grad=True), torch.randn(7, 130, requires_grad=True), "emulated")
-    torch.library.opcheck(fp8_linear, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+def test_linears_pass_torch_library_checks():
+    weights = [torch.randn(n, 130, requires_grad=True) for n in (7, 140)]
+    args = (torch.randn(5, 130, requires_grad=True), weights, "emulated")
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(fp8_linears, args, test_utils=tests)
 
 
 # --- grouped ----------------------------------------------------------------------------------------------------------
@@ -140,29 +200,56 @@ def test_groups_start_at_multiples_of_128(counts):
         size = -(-count // BLOCK) * BLOCK
         assert padded[start : start + count, 0].tolist() == x[row : row + count, 0].tolist()
         assert (groups.expert[start : start + size] == expert).all()
-        assert (groups.tile_rows[start // BLOCK : (start + size) // BLOCK] == size).all()
-        assert (groups.tile_start[start // BLOCK : (start + size) // BLOCK] == start).all()
+        assert (groups.starts[expert], groups.sizes[expert]) == (start, size)
         start, row = start + size, row + count
     assert (groups.expert[start:] == -1).all()
-    assert (groups.tile_rows[start // BLOCK :] == 0).all()
+
+
+def pair_of_experts(count: int, hidden: int, size: int) -> tuple[Experts, Fp8Experts]:
+    """The same weights, multiplied exactly and in FP8."""
+    pair = [Experts(count, hidden, size) for _ in range(2)]
+    for plain, scaled in zip(*(experts.parameters() for experts in pair), strict=True):
+        plain.data.normal_(std=0.1)
+        scaled.data.copy_(plain.data)
+    pair[1].__class__ = Fp8Experts
+    pair[1].backend = "emulated"
+    return pair[0], pair[1]
+
+
+def compare_experts(run, pair, x, scale, idle):
+    """Outputs and gradients of run(experts, x, scale) for both, and that experts without tokens get a zero gradient."""
+    results = []
+    for experts in pair:
+        leaves = [x.clone().requires_grad_(), scale.clone().requires_grad_()]
+        y = run(experts, *leaves)
+        torch.manual_seed(1)
+        y.backward(torch.randn_like(y))
+        results.append([y.detach(), *(leaf.grad for leaf in leaves), *(param.grad for param in experts.parameters())])
+    for theirs, ours in zip(*results, strict=True):
+        assert ours.shape == theirs.shape
+        if len(x):
+            assert relative(ours, theirs) < 0.08
+        assert not ours.isnan().any()
+    for grad in results[1][3:]:
+        assert grad[idle].abs().sum() == 0
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_grouped_product_and_its_gradients(counts):
+def test_experts_of_sorted_rows(counts):
     sizes, total = torch.tensor(counts), sum(counts)
-    x, weight, grad = torch.randn(total, 160), torch.randn(len(counts), 96, 160), torch.randn(total, 96)
-    results = []
-    for multiply in (grouped_linear, lambda x, w, c: fp8_grouped_mm(x, w, c, "emulated")):
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = multiply(*leaves, sizes)
-        y.backward(grad)
-        results.append([y.detach(), leaves[0].grad, leaves[1].grad])
-    for theirs, ours in zip(*results, strict=True):
-        assert ours.shape == theirs.shape
-        if total:
-            assert relative(ours, theirs) < 0.06
     idle = [expert for expert, count in enumerate(counts) if count == 0]
-    assert results[1][2][idle].abs().sum() == 0
+    pair = pair_of_experts(len(counts), 160, 96)
+    x, scale = torch.randn(total, 160), torch.rand(total) + 0.5
+    compare_experts(lambda experts, x, scale: experts.grouped_swiglu(x, sizes, scale), pair, x, scale, idle)
+
+
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_experts_of_routed_tokens(tokens):
+    """The way without unpadding."""
+    chosen = torch.stack([torch.randperm(4)[:2] + 1 for _ in range(tokens)])  # nobody chooses expert 0
+    x, weights = torch.randn(tokens, 160), torch.rand(tokens, 2)
+    idle = [expert for expert in range(6) if expert not in chosen]
+    compare_experts(lambda experts, x, w: experts(x, w, chosen), pair_of_experts(6, 160, 96), x, weights, idle)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -174,9 +261,16 @@ def test_apply_swaps_linears_and_experts_and_nothing_else():
     apply_fp8(model, "emulated")
     kinds = {name: type(module) for name, module in model.named_modules()}
     assert kinds["layers.0.self_attn.q_proj"] is Fp8Linear
+    assert kinds["layers.0.self_attn"] is Fp8Attention
     assert kinds["layers.1.mlp.experts"] is Fp8Experts
     assert kinds["layers.1.mlp.gate"] is kinds["lm_head"] is nn.Linear
     assert {name for name, _ in model.named_parameters()} == names
+
+
+def test_apply_joins_gate_and_up():
+    model = tiny.random_model(tiny.dense_card())
+    apply_fp8(model, "emulated")
+    assert type(model.layers[0].mlp) is Fp8DenseMLP
 
 
 def test_a_linear_with_bias_keeps_it():

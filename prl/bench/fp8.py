@@ -2,11 +2,14 @@
 
 Four parts, on the shapes of the chosen model (`model.fp8` says whether DeepGEMM or the emulation multiplies):
 
-    casts    the Triton kernels against the formulas: differing bytes, GB/s
-    GEMMs    per linear: error of FP8 and of bfloat16 against float32, of DeepGEMM against the emulation; milliseconds
-             of forward and backward, and their ratio to bfloat16
-    experts  the same for grouped experts, tokens routed unevenly
+    casts    the Triton kernels against the formulas: differing values; GB/s, what is read and written together
+    linears  per operation: error of FP8 and of bfloat16 against float32, and of FP8 against the emulation, each of
+             outputs and gradients; milliseconds of forward and backward, and their ratio to bfloat16
+    experts  the same for SwiGLU experts as a whole, tokens routed unevenly, for all experts and for a fourth of them
+             (as each of four ranks holds under expert parallelism) with as many rows
     losses   `bench.steps` steps (50 unless given) of the trainer with and without, on tokens that can be learned
+
+Linears that read the same input are measured together, as they run.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,71 +30,59 @@ from prl.bench.fp8_losses import compare_losses
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard, RunConfig
-from prl.models.fp8 import fp8_grouped_mm, fp8_linear
-from prl.models.fp8_cast import cast_blocks, cast_both, cast_columns, cast_rows
+from prl.models.fp8 import fp8_linears
+from prl.models.fp8_cast import cast, cast_blocks
+from prl.models.fp8_experts import Fp8Experts
 from prl.models.fp8_gemm import deep_gemm
-from prl.models.moe import grouped_linear
+from prl.models.moe import Experts
 from prl.trainer.rl_step import wait_for
 from prl.trainer.world import pick_device
 
 REPEATS = 10
 LOSS_STEPS = 50
 ERROR_TOKENS = 4096  # enough for the error, and cheap to multiply in float32
-Multiply = Callable[[Tensor, Tensor], Tensor]
+RANKS = 4  # that share the experts in the second measurement of these
+Tensors = Sequence[Tensor]
+Run = Callable[..., Tensors]  # leaves -> outputs
 
 
-def linear_shapes(card: ModelCard) -> dict[str, tuple[int, int]]:
-    """name -> (N, K) of the model's dense linears."""
+def linear_shapes(card: ModelCard) -> dict[str, tuple[list[int], int]]:
+    """name -> (N of each linear, K) of the model's dense linears, those with the same input together."""
     q, kv = card.num_attention_heads * card.head_dim, card.num_key_value_heads * card.head_dim
-    shapes = {"q": (q, card.hidden_size), "k, v": (kv, card.hidden_size), "o": (card.hidden_size, q)}
+    shapes = {"q, k, v": ([q, kv, kv], card.hidden_size), "o": ([card.hidden_size], q)}
     if not card.num_experts:
-        shapes["gate, up"] = (card.intermediate_size, card.hidden_size)
-        shapes["down"] = (card.hidden_size, card.intermediate_size)
+        shapes["gate, up"] = ([card.intermediate_size] * 2, card.hidden_size)
+        shapes["down"] = ([card.hidden_size], card.intermediate_size)
     return shapes
 
 
-def expert_shapes(card: ModelCard) -> dict[str, tuple[int, int, int]]:
-    """name -> (E, N, K) of the model's grouped experts."""
-    if not card.num_experts:
-        return {}
-    experts, size = card.num_experts, card.moe_intermediate_size
-    return {
-        "experts gate_up": (experts, 2 * size, card.hidden_size),
-        "experts down": (experts, card.hidden_size, size),
-    }
+def run_all(run: Run, leaves: Tensors, grads: Tensors) -> list[Tensor]:
+    """Outputs, then the gradients of all leaves."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    outputs = run(*leaves)
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads)]
 
 
-def run_all(multiply: Multiply, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-    """Output, gradient of x, gradient of the weight."""
-    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-    y = multiply(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
-
-
-def time_passes(multiply: Multiply, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[float, float]:
-    """Milliseconds of forward, and of forward and backward: medians."""
-    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-
-    def forward() -> Tensor:
-        return multiply(*leaves)
+def time_passes(run: Run, leaves: Tensors, grads: Tensors) -> tuple[float, float]:
+    """Milliseconds of forward, and of forward and backward."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
 
     def both() -> None:
-        torch.autograd.grad(multiply(*leaves), leaves, grad)
+        torch.autograd.grad(run(*leaves), leaves, grads)
 
-    return time_median(forward, x.device), time_median(both, x.device)
+    return time_mean(lambda: run(*leaves), leaves[0].device), time_mean(both, leaves[0].device)
 
 
-def time_median(work: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds, after three runs to warm up."""
-    times = []
-    for repeat in range(REPEATS + 3):
-        wait_for(device)
-        start_s = time.perf_counter()
+def time_mean(work: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds; the host runs ahead, as in training."""
+    for _ in range(3):
         work()
-        wait_for(device)
-        if repeat >= 3:
-            times.append(time.perf_counter() - start_s)
-    return sorted(times)[len(times) // 2] * 1e3
+    wait_for(device)
+    start_s = time.perf_counter()
+    for _ in range(REPEATS):
+        work()
+    wait_for(device)
+    return (time.perf_counter() - start_s) / REPEATS * 1e3
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -100,20 +91,25 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One product: x, weight, gradient of the output; how to multiply exactly, and with a kind of scaled GEMM."""
+    """One operation: its leaves, gradients of its outputs, what bfloat16 runs (and float32, for the truth) and what FP8
+    runs with a backend.
+    """
 
-    data: tuple[Tensor, Tensor, Tensor]
-    exact: Multiply
-    scaled: Callable[[str], Multiply]
+    leaves: Tensors
+    grads: Tensors
+    exact: Run
+    scaled: Callable[[str], Run]
 
 
 def compare(name: str, large: Case, small: Case, backend: str) -> dict[str, Any]:
     """Times of the large case, errors of the small one."""
-    truth = run_all(small.exact, *(t.float() for t in small.data))
+    truth = run_all(small.exact, [t.float() for t in small.leaves], [t.float() for t in small.grads])
     plain, ours, emulated = (
-        run_all(multiply, *small.data) for multiply in (small.exact, small.scaled(backend), small.scaled("emulated"))
+        run_all(run, small.leaves, small.grads)
+        for run in (small.exact, small.scaled(backend), small.scaled("emulated"))
     )
-    before, after = time_passes(large.exact, *large.data), time_passes(large.scaled(backend), *large.data)
+    before = time_passes(large.exact, large.leaves, large.grads)
+    after = time_passes(large.scaled(backend), large.leaves, large.grads)
     return {
         "name": name,
         "error": [relative(o, t) for o, t in zip(ours, truth, strict=True)],
@@ -130,57 +126,87 @@ def draw(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
     return tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
 
 
-def measure_linear(name: str, n: int, k: int, tokens: int, place: dict[str, Any], backend: str) -> dict[str, Any]:
-    def scaled(kind: str) -> Multiply:
-        return lambda x, weight: fp8_linear(x, weight, kind)
+def measure_linears(
+    name: str, sizes: list[int], k: int, tokens: int, place: dict[str, Any], backend: str
+) -> dict[str, Any]:
+    x, *weights = draw((tokens, k), *((n, k) for n in sizes), **place)
+    grads = draw(*((tokens, n) for n in sizes), **place)
+
+    def exact(x: Tensor, *weights: Tensor) -> Tensors:
+        return [F.linear(x, weight) for weight in weights]
+
+    def scaled(kind: str) -> Run:
+        return lambda x, *weights: fp8_linears(x, list(weights), kind)
 
     few = min(tokens, ERROR_TOKENS)
-    x, weight, grad = draw((tokens, k), (n, k), (tokens, n), **place)
-    large = Case((x, weight, grad), F.linear, scaled)
-    return compare(f"{name} {n}x{k}", large, Case((x[:few], weight, grad[:few]), F.linear, scaled), backend)
+    small = Case([x[:few], *weights], [grad[:few] for grad in grads], exact, scaled)
+    shape = f"{'+'.join(map(str, sizes))}x{k}"
+    return compare(f"{name} {shape}", Case([x, *weights], grads, exact, scaled), small, backend)
 
 
-def measure_experts(
-    name: str, shape: tuple[int, int, int], rows: int, place: dict[str, Any], backend: str
-) -> dict[str, Any]:
-    """shape: (E, N, K); rows: tokens times experts per token, dealt out unevenly."""
-    experts, n, k = shape
-    x, weight, grad = draw((rows, k), shape, (rows, n), **place)
+def measure_experts(count: int, card: ModelCard, tokens: int, place: dict[str, Any], backend: str) -> dict[str, Any]:
+    """`count` experts of the model, each token routed to as many of them as the model's are, some more often."""
+    hidden, size, top_k = card.hidden_size, card.moe_intermediate_size, card.num_experts_per_tok
+    gate_up, down = draw((count, 2 * size, hidden), (count, hidden, size), **place)
+    bias = torch.linspace(1, 0, count, device=place["device"])  # the fullest has about three times the mean
 
-    def case(count: int) -> Case:
-        counts = deal(count, experts).to(x.device)
+    def case(tokens: int) -> Case:
+        x, grad, logits = draw((tokens, hidden), (tokens, hidden), (tokens, count), **place)
+        weights, experts = (logits.float() + bias).softmax(-1).topk(min(top_k, count))
+        leaves = [x, (gate_up / hidden**0.5).to(x.dtype), (down / size**0.5).to(x.dtype), weights.to(x.dtype)]
 
-        def scaled(kind: str) -> Multiply:
-            return lambda x, weight: fp8_grouped_mm(x, weight, counts, kind)  # type: ignore[arg-type]
+        def exact(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensors:
+            return [run_experts(Experts(count, 0, 0), gate_up, down, x, weights, experts)]
 
-        return Case((x[:count], weight, grad[:count]), lambda x, weight: grouped_linear(x, weight, counts), scaled)
+        def scaled(kind: str) -> Run:
+            def run(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensors:
+                module = Fp8Experts(count, 0, 0)
+                module.backend = kind  # type: ignore[assignment]
+                return [run_experts(module, gate_up, down, x, weights, experts)]
 
-    return compare(f"{name} {experts}x{n}x{k}", case(rows), case(min(rows, ERROR_TOKENS)), backend)
+            return run
+
+        return Case(leaves, [grad], exact, scaled)
+
+    few = case(min(tokens, ERROR_TOKENS))
+    return compare(f"experts {count}x{2 * size}x{hidden}", case(tokens), few, backend)
 
 
-def deal(rows: int, experts: int) -> Tensor:
-    """Counts [E] that sum to rows; the fullest expert has about three times the mean, the last none."""
-    weights = torch.linspace(3, 0, experts) ** 2
-    counts = (weights / weights.sum() * rows).long()
-    counts[0] += rows - counts.sum()
-    return counts
+def run_experts(module: Experts, gate_up: Tensor, down: Tensor, *args: Tensor) -> Tensor:
+    """A module's forward with these weights, its activation compiled as in training."""
+    if gate_up.is_cuda:
+        module.activate = compiled_activation  # type: ignore[method-assign]
+    return torch.func.functional_call(module, {"gate_up_proj": gate_up, "down_proj": down}, args)
+
+
+@torch.compile
+def compiled_activation(gate_up: Tensor, scale: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up * scale[:, None]
 
 
 def measure_casts(tokens: int, k: int, place: dict[str, Any]) -> dict[str, Any]:
-    """Share of bytes in which the kernels differ from the formulas, and GB/s read and written."""
+    """Share of values in which the kernels differ from the formulas, and GB/s by what is cast."""
     (x,) = draw((tokens, k), **place)
     (weight,) = draw((k, k), **place)
+    few = x[:ERROR_TOKENS, : min(k, ERROR_TOKENS)].contiguous()
     pairs = [
-        (cast_rows(x), cast_rows(x.cpu())),
-        (cast_columns(x), cast_columns(x.cpu())),
-        (cast_blocks(weight), cast_blocks(weight.cpu())),
-        (cast_blocks(weight, transposed=True), cast_blocks(weight.cpu(), transposed=True)),
+        *zip(cast([few], True, True), cast([few.cpu()], True, True), strict=True),
+        (cast_blocks(few), cast_blocks(few.cpu())),
+        (cast_blocks(few, transposed=True), cast_blocks(few.cpu(), transposed=True)),
     ]
-    differ = [float((a.values.cpu().float() != b.values.float()).float().mean()) for a, b in pairs]
-    scales = [relative(a.scales.cpu(), b.scales) for a, b in pairs]
-    milliseconds = time_median(lambda: cast_both(x), x.device)
-    moved = x.numel() * (2 + 1 + 1)
-    return {"differing": differ, "scales": scales, "ms": milliseconds, "gb_per_s": moved / milliseconds / 1e6}
+    casts: dict[str, tuple[Callable[[], Any], int]] = {
+        "rows": (lambda: cast([x], True, False), 3 * x.numel()),
+        "columns": (lambda: cast([x], False, True), 3 * x.numel()),
+        "both": (lambda: cast([x], True, True), 4 * x.numel()),
+        "blocks": (lambda: cast_blocks(weight), 3 * weight.numel()),
+        "transposed": (lambda: cast_blocks(weight, transposed=True), 3 * weight.numel()),
+    }
+    return {
+        "differing": [float((a.values.cpu().float() != b.values.float()).float().mean()) for a, b in pairs],
+        "scales": [relative(a.scales.cpu(), b.scales) for a, b in pairs],
+        "gb_per_s": {name: moved / time_mean(work, x.device) / 1e6 for name, (work, moved) in casts.items()},
+    }
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -188,7 +214,7 @@ def print_row(row: dict[str, Any]) -> None:
         return "/".join(f"{100 * value:.2f}" for value in values)
 
     print(
-        f"{row['name']:32} error % (y/dx/dw) {percents(row['error'])}, bf16 {percents(row['error_bfloat16'])}, "
+        f"{row['name']:32} error % {percents(row['error'])}, bf16 {percents(row['error_bfloat16'])}, "
         f"to emulated {percents(row['against_emulated'])}; "
         f"ms forward {row['ms_bfloat16'][0]:.3f} -> {row['ms_fp8'][0]:.3f} ({row['speedup_forward']:.2f}x), "
         f"with backward {row['ms_bfloat16'][1]:.3f} -> {row['ms_fp8'][1]:.3f} ({row['speedup']:.2f}x)",
@@ -201,14 +227,15 @@ def measure_shapes(config: RunConfig, tokens: int) -> dict[str, Any]:
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     place = {"device": device, "dtype": dtype}
     backend, card = config.model.fp8, config.model.card
-    casts = measure_casts(min(tokens, ERROR_TOKENS), card.hidden_size, place)
-    print(f"casts: differing values {casts['differing']}, scales {casts['scales']}, {casts['gb_per_s']:,.0f} GB/s")
+    casts = measure_casts(tokens, card.hidden_size if card.num_experts else card.intermediate_size, place)
+    speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in casts["gb_per_s"].items())
+    print(f"casts: differing values {casts['differing']}, scales {casts['scales']}, GB/s: {speeds}")
     rows = []
-    for name, (n, k) in linear_shapes(card).items():
-        rows.append(measure_linear(name, n, k, tokens, place, backend))
+    for name, (sizes, k) in linear_shapes(card).items():
+        rows.append(measure_linears(name, sizes, k, tokens, place, backend))
         print_row(rows[-1])
-    for name, shape in expert_shapes(card).items():
-        rows.append(measure_experts(name, shape, tokens * card.num_experts_per_tok, place, backend))
+    for count in (card.num_experts, card.num_experts // RANKS) if card.num_experts else ():
+        rows.append(measure_experts(count, card, tokens, place, backend))
         print_row(rows[-1])
     return {"casts": casts, "shapes": rows}
 

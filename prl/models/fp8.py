@@ -1,89 +1,87 @@
-"""Training with block-scaled FP8 GEMMs (DeepSeek-V3, arXiv:2412.19437): linears and grouped experts.
+"""Training with block-scaled FP8 GEMMs (DeepSeek-V3, arXiv:2412.19437): linears; `fp8_experts` has the grouped experts.
 
 Forward, input gradient and weight gradient all multiply e4m3 values; master weights, gradients, accumulation and what
 happens between the GEMMs stay as they were. Embeddings, LM head, router and norms are left alone. Weights are cast anew
-in each forward and backward pass, because sharded training holds them whole only then. Activations are saved in
-bfloat16, which several projections share, and cast along tokens in backward.
+in each forward and backward pass, because sharded training holds them whole only then, and values kept from forward to
+backward would be another copy of the model. Activations are saved in bfloat16 and cast along tokens in backward.
+
+Linears that read the same input are one operation: it is cast once, and their input gradients are one GEMM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prl.models.fp8_cast import Scaled, cast_blocks, cast_both, cast_columns, cast_rows, has_kernel
-from prl.models.fp8_gemm import (
-    Backend,
-    deep_gemm,
-    multiply,
-    multiply_columns,
-    multiply_group_columns,
-    multiply_groups,
-)
-from prl.models.fp8_groups import GroupedRows, group_rows
-from prl.models.moe import Experts, local_part
+from prl.models.fp8_cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks
+from prl.models.fp8_experts import Fp8Experts
+from prl.models.fp8_gemm import Backend, deep_gemm, multiply, multiply_columns
+from prl.models.moe import Experts
+from prl.models.qwen3 import Attention, DenseMLP, RoutingRecorder, rotate
 
 KEPT = ("embed_tokens", "lm_head", "gate")  # names of modules that stay as they are; "gate" is the router
 
 
-# --- linear -----------------------------------------------------------------------------------------------------------
+# --- operations -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("prl::fp8_linear", mutates_args=())
-def fp8_linear(x: Tensor, weight: Tensor, backend: str) -> Tensor:
-    """x [T, K], weight [N, K] -> x weight^T [T, N] in x's dtype."""
-    return multiply(cast_rows(x), cast_blocks(weight), x.dtype, backend)
+@torch.library.custom_op("prl::fp8_linears", mutates_args=())
+def fp8_linears(x: Tensor, weights: list[Tensor], backend: str) -> list[Tensor]:
+    """x [T, K], weights [N_i, K] -> x weight^T [T, N_i] in x's dtype."""
+    rows = cast_rows(x)
+    return [multiply(rows, cast_blocks(weight), x.dtype, backend) for weight in weights]
 
 
-@fp8_linear.register_fake
-def _(x: Tensor, weight: Tensor, backend: str) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+@fp8_linears.register_fake
+def _(x: Tensor, weights: list[Tensor], backend: str) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
 
 
-@torch.library.custom_op("prl::fp8_linear_backward", mutates_args=())
-def fp8_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, backend: str, wants_x: bool, wants_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """grad [T, N] -> gradients of x [T, K] and weight [N, K]; empty where they are not wanted."""
-    grad = grad.contiguous()
-    grad_x, grad_weight = x.new_empty(0), weight.new_empty(0)
-    rows, columns = _casts(grad, wants_x, wants_weight)
-    if rows is not None:
-        grad_x = multiply(rows, cast_blocks(weight, transposed=True), x.dtype, backend)
-    if columns is not None:
-        grad_weight = multiply_columns(columns, cast_columns(x), weight.dtype, backend)
-    return grad_x, grad_weight
+@torch.library.custom_op("prl::fp8_linears_backward", mutates_args=())
+def fp8_linears_backward(
+    grads: list[Tensor], x: Tensor, weights: list[Tensor], backend: str, wants_x: bool, wants_weights: bool
+) -> list[Tensor]:
+    """grads [T, N_i] -> gradients of x [T, K] and of the weights [N_i, K]; empty where they are not wanted."""
+    rows, columns = cast(grads, wants_x, wants_weights)
+    grad_x, grad_weights = x.new_empty(0), [weight.new_empty(0) for weight in weights]
+    if wants_x:
+        grad_x = multiply(rows, join_blocks(weights, transposed=True), x.dtype, backend)
+    if wants_weights:
+        joined = multiply_columns(columns, cast_columns(x), x.dtype, backend)
+        parts = joined.split([len(weight) for weight in weights])
+        grad_weights = [joined] if len(parts) == 1 else [part.clone() for part in parts]
+    return [grad_x, *grad_weights]
 
 
-@fp8_linear_backward.register_fake
+@fp8_linears_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight: Tensor, backend: str, wants_x: bool, wants_weight: bool
-) -> tuple[Tensor, Tensor]:
+    grads: list[Tensor], x: Tensor, weights: list[Tensor], backend: str, wants_x: bool, wants_weights: bool
+) -> list[Tensor]:
     grad_x = x.new_empty(x.shape) if wants_x else x.new_empty(0)
-    return grad_x, weight.new_empty(weight.shape) if wants_weight else weight.new_empty(0)
+    return [grad_x, *(w.new_empty(w.shape) if wants_weights else w.new_empty(0) for w in weights)]
 
 
-def _casts(grad: Tensor, rows: bool, columns: bool) -> tuple[Scaled | None, Scaled | None]:
-    if rows and columns:
-        return cast_both(grad)
-    return cast_rows(grad) if rows else None, cast_columns(grad) if columns else None
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: list[Tensor]) -> None:
+    x, weights, ctx.backend = inputs
+    ctx.wants_weights = [weight.requires_grad for weight in weights]
+    ctx.save_for_backward(x, *weights)
 
 
-def _save_linear(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-    x, weight, ctx.backend = inputs
-    ctx.save_for_backward(x, weight)
+def _linears_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, list[Tensor | None], None]:
+    x, *weights = ctx.saved_tensors
+    wants_x, wanted = ctx.needs_input_grad[0], ctx.wants_weights
+    grad_x, *grad_weights = fp8_linears_backward(list(grads), x, weights, ctx.backend, wants_x, any(wanted))
+    kept = [grad if wants else None for grad, wants in zip(grad_weights, wanted, strict=True)]
+    return grad_x if wants_x else None, kept, None
 
 
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, weight = ctx.saved_tensors
-    wants_x, wants_weight, _ = ctx.needs_input_grad
-    grad_x, grad_weight = fp8_linear_backward(grad, x, weight, ctx.backend, wants_x, wants_weight)
-    return grad_x if wants_x else None, grad_weight if wants_weight else None, None
+fp8_linears.register_autograd(_linears_backward, setup_context=_save_inputs)
 
 
-fp8_linear.register_autograd(_linear_backward, setup_context=_save_linear)
+# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 class Fp8Linear(nn.Linear):
@@ -96,107 +94,33 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        y = fp8_linear(x.reshape(-1, self.in_features), self.weight, self.backend)
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        return apply_linears(x, [self])[0]
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
+def apply_linears(x: Tensor, linears: Sequence[Fp8Linear]) -> list[Tensor]:
+    """x [..., K] -> what each linear makes of it, [..., N_i]."""
+    weights = [linear.weight for linear in linears]
+    products = fp8_linears(x.reshape(-1, x.shape[-1]), weights, linears[0].backend)
+    results = [y.view(*x.shape[:-1], y.shape[-1]) for y in products]
+    return [y if linear.bias is None else y + linear.bias for y, linear in zip(results, linears, strict=True)]
 
 
-class GroupedMM(torch.autograd.Function):
-    """Rows in groups, each times its own matrix. `padded_in`, `padded_out`: rows come and go in the padded order."""
+class Fp8Attention(Attention):
+    """q, k and v from one operation."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: GroupedRows, backend: str, padded_in: bool, padded_out: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.args = (groups, backend, padded_in, padded_out)
-        # weight gradients need the sizes on the host: fetched now, they have long arrived when backward comes
-        ctx.sizes = groups.sizes.to("cpu", non_blocking=True) if ctx.needs_input_grad[1] else None
-        ctx.arrival = torch.cuda.current_stream().record_event() if x.is_cuda else None
-        rows, _ = cast_grouped(x, groups, padded_in, rows=True, columns=False)
-        y = multiply_groups(rows, cast_blocks(weight), groups, x.dtype, backend)
-        return y if padded_out else groups.unpad(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        groups, backend, padded_in, padded_out = ctx.args
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        rows, columns = cast_grouped(grads[0].contiguous(), groups, padded_out, wants_x, wants_weight)
-        grad_x = grad_weight = None
-        if wants_x:
-            grad_x = multiply_groups(rows, cast_blocks(weight, transposed=True), groups, x.dtype, backend)
-            grad_x = grad_x if padded_in else groups.unpad(grad_x)
-        if wants_weight:
-            if ctx.arrival is not None:
-                ctx.arrival.synchronize()
-            _, x_columns = cast_grouped(x, groups, padded_in, rows=False, columns=True)
-            sizes = ctx.sizes.tolist()
-            grad_weight = multiply_group_columns(columns, x_columns, sizes, weight.dtype, backend)
-        return grad_x, grad_weight, None, None, None, None
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, H] -> q [N, Hq, D], k and v [N, Hkv, D]."""
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        q, k, v = (y.view(len(x), -1, self.head_dim) for y in apply_linears(x, projections))  # type: ignore[arg-type]
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
 
 
-def cast_grouped(x: Tensor, groups: GroupedRows, padded: bool, rows: bool, columns: bool) -> tuple[Scaled, Scaled]:
-    """`cast_rows` of x [M, K] in the padded order, and its columns per group as `multiply_group_columns` wants them.
+class Fp8DenseMLP(DenseMLP):
+    """Gate and up from one operation."""
 
-    padded: x is [Mp, K], in that order already. What is not wanted may be empty.
-    """
-    if has_kernel(x):
-        from prl.models.fp8_kernels import cast_tiles
-
-        return cast_tiles(x, rows, columns, groups, padded)
-    ordered = x if padded else groups.pad(x)
-    sizes = groups.sizes.tolist()
-    parts = [cast_columns(part) for part in ordered[: sum(sizes)].split(sizes)]
-    values = torch.cat([part.values.flatten() for part in parts])
-    return cast_rows(ordered), Scaled(values, torch.cat([part.scales for part in parts], 1))
-
-
-def fp8_grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, backend: Backend) -> Tensor:
-    """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T."""
-    return grouped_mm(x, weight, group_rows(counts, len(x)), backend)
-
-
-def grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    groups: GroupedRows,
-    backend: Backend,
-    padded_in: bool = False,
-    padded_out: bool = False,
-) -> Tensor:
-    """`GroupedMM` for rows that are laid out already."""
-    return GroupedMM.apply(x.contiguous(), weight, groups, backend, padded_in, padded_out)
-
-
-class PadRows(torch.autograd.Function):
-    """[M, H] -> [Mp, H]. Its backward looks at no row that belongs to nobody."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: GroupedRows) -> Tensor:
-        ctx.groups = groups
-        return groups.pad(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.groups.unpad(grads[0]), None
-
-
-class Fp8Experts(Experts):
-    """Experts whose GEMMs are block-scaled. Between its two GEMMs the rows stay in the padded order."""
-
-    backend: Backend
-
-    def grouped_swiglu(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
-        """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
-        gate_up, down = local_part(self.gate_up_proj), local_part(self.down_proj)
-        groups = group_rows(counts, len(x))
-        hidden = grouped_mm(x, gate_up, groups, self.backend, padded_out=True)
-        hidden = self.activate(hidden, PadRows.apply(scale[:, None], groups).squeeze(1))
-        return grouped_mm(hidden, down, groups, self.backend, padded_in=True)
+    def forward(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
+        gate, up = apply_linears(x, [self.gate_proj, self.up_proj])  # type: ignore[list-item]
+        return self.down_proj(self.activate(gate, up))
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -217,3 +141,7 @@ def apply_fp8(model: nn.Module, backend: Backend) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and name not in KEPT:
                 setattr(module, name, Fp8Linear(child, backend))
+        if isinstance(module, Attention):
+            module.__class__ = Fp8Attention
+        elif isinstance(module, DenseMLP):
+            module.__class__ = Fp8DenseMLP

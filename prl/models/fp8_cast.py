@@ -8,6 +8,7 @@ costs precision in its own block only. On CUDA tensors whose sizes are multiples
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,15 +29,7 @@ class Scaled(NamedTuple):
 
 def cast_rows(x: Tensor) -> Scaled:
     """x [M, K] with 1x128 blocks along K -> values [M, K], scales [M, ceil(K / 128)]."""
-    if has_kernel(x):
-        from prl.models.fp8_kernels import cast_tiles
-
-        return cast_tiles(x, rows=True, columns=False)[0]
-    count = -(-x.shape[1] // BLOCK)
-    blocks = F.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (count, BLOCK))  # [M, K / 128, 128]
-    amax = blocks.abs().amax(-1).clamp(min=SMALLEST)
-    values = quantise(blocks, amax[..., None]).flatten(1)[:, : x.shape[1]]
-    return Scaled(values.contiguous(), amax / E4M3_MAX)
+    return cast([x], rows=True, columns=False)[0]
 
 
 def cast_columns(x: Tensor) -> Scaled:
@@ -44,20 +37,33 @@ def cast_columns(x: Tensor) -> Scaled:
 
     Mp is M rounded up to a multiple of 128; what is added is zero.
     """
-    if has_kernel(x):
+    return cast([x], rows=False, columns=True)[1]
+
+
+def cast(parts: Sequence[Tensor], rows: bool, columns: bool, source: Tensor | None = None) -> tuple[Scaled, Scaled]:
+    """`cast_rows` and `cast_columns` of parts [M, K_i] side by side, each read once; what is not wanted may be empty.
+
+    source [Mp] int64: the rows to take, -1 for zeros.
+    """
+    if all(has_kernel(part) for part in parts):
         from prl.models.fp8_kernels import cast_tiles
 
-        return cast_tiles(x, rows=False, columns=True)[1]
-    return cast_rows(F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK)).t())
+        return cast_tiles(parts, rows, columns, source)
+    x = torch.cat(list(parts), 1)
+    if source is not None:
+        taken = x[source.clamp(min=0)] if len(x) else x.new_zeros(len(source), x.shape[1])
+        x = taken.where((source >= 0)[:, None], 0)
+    empty = Scaled(x.new_empty(0), x.new_empty(0))
+    by_column = _cast_rows(F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK)).t()) if columns else empty
+    return _cast_rows(x) if rows else empty, by_column
 
 
-def cast_both(x: Tensor) -> tuple[Scaled, Scaled]:
-    """`cast_rows` and `cast_columns` of x, which is read once."""
-    if has_kernel(x):
-        from prl.models.fp8_kernels import cast_tiles
-
-        return cast_tiles(x, rows=True, columns=True)
-    return cast_rows(x), cast_columns(x)
+def _cast_rows(x: Tensor) -> Scaled:
+    count = -(-x.shape[1] // BLOCK)
+    blocks = F.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (count, BLOCK))  # [M, K / 128, 128]
+    amax = blocks.abs().amax(-1).clamp(min=SMALLEST)
+    values = quantise(blocks, amax[..., None]).flatten(1)[:, : x.shape[1]]
+    return Scaled(values.contiguous(), amax / E4M3_MAX)
 
 
 def cast_blocks(weight: Tensor, transposed: bool = False) -> Scaled:
@@ -65,10 +71,16 @@ def cast_blocks(weight: Tensor, transposed: bool = False) -> Scaled:
 
     transposed: values [..., K, N] and their scales; the numbers are the same.
     """
-    if has_kernel(weight) and weight.shape[-2] % BLOCK == 0:
-        from prl.models.fp8_kernels import cast_weight
+    return join_blocks([weight], transposed)
 
-        return cast_weight(weight, transposed)
+
+def join_blocks(parts: Sequence[Tensor], transposed: bool = False) -> Scaled:
+    """`cast_blocks` of parts [..., N_i, K], one below the other."""
+    if all(has_kernel(part) and part.shape[-2] % BLOCK == 0 for part in parts):
+        from prl.models.fp8_kernels import cast_weights
+
+        return cast_weights(parts, transposed)
+    weight = torch.cat(list(parts), -2)
     n, k = weight.shape[-2:]
     padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N / 128, 128, K / 128, 128]
@@ -82,7 +94,8 @@ def cast_blocks(weight: Tensor, transposed: bool = False) -> Scaled:
 
 def quantise(x: Tensor, amax: Tensor) -> Tensor:
     """x / (amax / 448) in e4m3, rounded to nearest even."""
-    return (x * (E4M3_MAX / amax)).to(torch.float8_e4m3fn)
+    largest = torch.tensor(E4M3_MAX, device=amax.device)  # a number here would be multiplied by a rounded 1 / amax
+    return (x * (largest / amax)).to(torch.float8_e4m3fn)
 
 
 def restore_rows(x: Scaled) -> Tensor:

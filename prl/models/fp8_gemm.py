@@ -1,4 +1,5 @@
-"""Block-scaled GEMMs: DeepGEMM's kernels for Hopper, and the same arithmetic in float32 for tests and for CPU.
+"""Block-scaled GEMMs: the fastest kernels there are for Hopper, mostly DeepGEMM's, and the same arithmetic in float32
+for tests and for CPU.
 
 Every product of training is one of four: plain or grouped by expert, with weights (a 1x128, b 128x128) or, for weight
 gradients, with activations on both sides (1x128 each, along tokens).
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prl.config.errors import UserError
@@ -30,13 +32,12 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, backend: str) -> Tensor:
 
 
 def multiply_columns(a: Scaled, b: Scaled, dtype: torch.dtype, backend: str) -> Tensor:
-    """a [M, T], b [N, T], both of `cast_columns` -> a b^T [M, N]: summed over tokens, in float32."""
+    """a [M, T], b [N, T], both of `cast_columns` -> a b^T [M, N], summed over tokens."""
     if backend == "emulated":
         return (restore_rows(a) @ restore_rows(b).t()).to(dtype)
-    out = a.values.new_zeros(a.values.shape[0], b.values.shape[0], dtype=torch.float32)
-    # the kernel adds to its output; the number of tokens varies, so it must not be compiled in
-    deep_gemm().fp8_gemm_nt(tuple(a), tuple(b), out, c=out, recipe=(1, 1, BLOCK), compiled_dims="mn")
-    return out.to(dtype)
+    # cuBLAS: DeepGEMM's kernel for two activations only adds to a float32 matrix, which costs more than the GEMM gains
+    kind = F.ScalingType.BlockWise1x128
+    return F.scaled_mm(a.values, b.values.t(), a.scales, kind, b.scales, kind, output_dtype=torch.bfloat16)
 
 
 def multiply_groups(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtype, backend: str) -> Tensor:
@@ -55,41 +56,19 @@ def multiply_groups(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtyp
     return out
 
 
-def multiply_group_columns(a: Scaled, b: Scaled, sizes: list[int], dtype: torch.dtype, backend: str) -> Tensor:
-    """Per group e, a_e [M, sizes[e]] times b_e [N, sizes[e]] transposed -> [E, M, N], summed over its tokens.
+def multiply_group_columns(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtype, backend: str) -> Tensor:
+    """a [M, Mp], b [N, Mp], both of `cast_columns` -> [E, M, N]: a b^T summed over the rows of each group.
 
-    a and b are flat: one [M, size] matrix after the other, with scales [M, Mp / 128].
+    Not DeepGEMM's k_grouped_fp8_gemm_nt_contiguous: it adds to float32 matrices, and before DeepGEMM#343 (as in vLLM
+    0.23's copy) it overwrites a group's TMA descriptors while loads may still read them. There it was 13-18 % off.
     """
-    total, m, n = sum(sizes), a.scales.shape[0], b.scales.shape[0]
-    flat_a, flat_b = (
-        Scaled(x.values[: total * x.scales.shape[0]], x.scales[:, : total // BLOCK]) for x in (a, b)
-    )  # what lies behind the last group belongs to nobody
     if backend == "emulated":
-        return torch.stack(
-            [left @ right.t() for left, right in zip(matrices(flat_a, sizes), matrices(flat_b, sizes), strict=True)]
-        ).to(dtype)
-    out = a.values.new_zeros(len(sizes), m, n, dtype=torch.float32)
-    # one call per expert: k_grouped_fp8_gemm_nt_contiguous came out 13-18 % off (H200, vLLM 0.23's copy)
-    for expert, size, left, right in zip(out, sizes, slices(flat_a, sizes), slices(flat_b, sizes), strict=True):
-        if size:
-            deep_gemm().fp8_gemm_nt(left, right, expert, c=expert, recipe=(1, 1, BLOCK), compiled_dims="mn")
-    return out.to(dtype)
+        sizes = groups.sizes.tolist()
+        left, right = (restore_rows(x)[:, : sum(sizes)].split(sizes, dim=1) for x in (a, b))
+        return torch.stack([x @ y.t() for x, y in zip(left, right, strict=True)]).to(dtype)
+    from prl.models.fp8_expert_kernels import multiply_columns_of_groups
 
-
-def slices(flat: Scaled, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Values [M, size] and scales [M, size / 128] of each matrix of a flat buffer."""
-    m = flat.scales.shape[0]
-    values = [part.view(m, -1) for part in flat.values.split([m * size for size in sizes])]
-    scales = [part.contiguous() for part in flat.scales.split([size // BLOCK for size in sizes], dim=1)]
-    return list(zip(values, scales, strict=True))
-
-
-def matrices(flat: Scaled, sizes: list[int]) -> list[Tensor]:
-    """float32 matrices [M, size] of a flat buffer."""
-    m = flat.scales.shape[0]
-    values = [part.view(m, -1) for part in flat.values.float().split([m * size for size in sizes])]
-    scales = flat.scales.split([size // BLOCK for size in sizes], dim=1)
-    return [v * s.repeat_interleave(BLOCK, 1) for v, s in zip(values, scales, strict=True)]
+    return multiply_columns_of_groups(a, b, groups)
 
 
 @functools.cache

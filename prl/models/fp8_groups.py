@@ -26,8 +26,13 @@ class GroupedRows:
     target: Tensor  # [M] int64: where a row lies
     expert: Tensor  # [Mp] int32: whose row it is, padding included; -1 behind the last group
     sizes: Tensor  # [E] int32: rows of each group with its padding
-    tile_start: Tensor  # [Mp / 128] int32: first row of the group that a tile belongs to
-    tile_rows: Tensor  # [Mp / 128] int32: `sizes` of that group, 0 behind the last
+    starts: Tensor  # [E] int32: first row of each group
+
+    def source_of(self, padded: bool) -> Tensor:
+        """`source` [Mp] where rows come in their own order or, `padded`, in this one already."""
+        if not padded:
+            return self.source
+        return torch.arange(self.padded, device=self.source.device).where(self.source >= 0, -1)
 
     def pad(self, x: Tensor) -> Tensor:
         """x [M, H] -> [Mp, H], zeros for padding."""
@@ -60,6 +65,5 @@ def group_rows(counts: Tensor, num_rows: int) -> GroupedRows:
         target=padded_starts[owner] + row - starts[owner],
         expert=torch.where(inside, expert, -1).int(),
         sizes=sizes.int(),
-        tile_start=padded_starts[group][::BLOCK].int(),
-        tile_rows=torch.where(inside, sizes[group], 0)[::BLOCK].int(),
+        starts=padded_starts.int(),
     )

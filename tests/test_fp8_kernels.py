@@ -1,0 +1,86 @@
+"""The Triton kernels of block-scaled training against the formulas; on a GPU."""
+
+import pytest
+import torch
+
+from prl.models import fp8_experts
+from prl.models.fp8_cast import Scaled, cast, cast_blocks, join_blocks, restore_rows
+from prl.models.fp8_gemm import multiply_group_columns
+from prl.models.fp8_groups import group_rows
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU with e4m3"
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def assert_same(ours: Scaled, theirs: Scaled) -> None:
+    assert torch.equal(ours.scales.cpu(), theirs.scales)
+    assert torch.equal(ours.values.cpu().float(), theirs.values.float())
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def wild(m: int, k: int) -> torch.Tensor:
+    """With an outlier and a block of zeros."""
+    x = torch.randn(m, k, dtype=torch.bfloat16)
+    x[0] *= 1000
+    x[:, :128] = 0
+    return x
+
+
+@pytest.mark.parametrize("m", [1, 127, 128, 1000])
+@pytest.mark.parametrize("wants", [(True, False), (False, True), (True, True)], ids=["rows", "columns", "both"])
+def test_casts_give_the_same_bits(m, wants):
+    parts = [wild(m, 256), wild(m, 384)]
+    results = zip(cast([part.cuda() for part in parts], *wants), cast(parts, *wants), wants, strict=True)
+    for ours, theirs, wanted in results:
+        if wanted:
+            assert_same(ours, theirs)
+
+
+def test_casts_take_rows_from_where_they_lie():
+    x = wild(300, 256)
+    source = torch.randint(-1, 300, (512,))
+    x[source[0]] = torch.nan
+    source[source == source[0]] = -1
+    for ours, theirs in zip(cast([x.cuda()], True, True, source.cuda()), cast([x], True, True, source), strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_casts_of_weights_give_the_same_bits(transposed):
+    weight = torch.randn(3, 256, 384, dtype=torch.bfloat16)
+    assert_same(cast_blocks(weight.cuda(), transposed), cast_blocks(weight, transposed))
+    parts = [wild(256, 384), wild(128, 384)]
+    assert_same(join_blocks([part.cuda() for part in parts], transposed), join_blocks(parts, transposed))
+
+
+def test_swiglu_with_its_casts():
+    gate_up, scale, grad = torch.randn(256, 512), torch.rand(256), torch.randn(256, 256)
+    inputs = [tensor.bfloat16() for tensor in (gate_up, scale, grad)]
+    moved = [tensor.cuda() for tensor in inputs]
+    ours, theirs = fp8_experts.cast_swiglu(*moved[:2]), fp8_experts.cast_swiglu(*inputs[:2])
+    assert relative(restore_rows(ours).cpu(), restore_rows(theirs)) < 0.01
+    *ours, ours_scale = fp8_experts.cast_swiglu_backward(*moved)
+    *theirs, theirs_scale = fp8_experts.cast_swiglu_backward(*inputs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert relative(restore_rows(one).cpu(), restore_rows(other)) < 0.01
+    assert relative(ours_scale.cpu(), theirs_scale) < 1e-5
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 130, 128], [0, 0, 0, 1], [0, 0]], ids=str)
+def test_weight_gradients_of_all_experts(counts):
+    groups = group_rows(torch.tensor(counts).cuda(), sum(counts))
+    a, b = (torch.randn(groups.padded, size).cuda().bfloat16() for size in (128, 384))
+    columns = [cast([x], False, True, groups.source_of(True))[1] for x in (a, b)]
+    ours, theirs = (
+        multiply_group_columns(*columns, groups, torch.bfloat16, kind) for kind in ("deep_gemm", "emulated")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
