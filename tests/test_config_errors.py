@@ -104,7 +104,6 @@ RULES = {
     "segments and nodes": (["deployment=multi_node", "weight_transport=shared_memory"], "weight_transport=filesystem"),
     "tokenizer": (["model.tokenizer=null"], "model.tokenizer=byte"),
     "head groups": (["model.card.num_key_value_heads=3"], "model.card.num_key_value_heads="),
-    "rows over ranks": (["parallelism.dp_shard=3"], "warm_start.batch_size=9"),
 }
 
 
