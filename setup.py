@@ -1,4 +1,4 @@
-"""Packaging. `conf/` lies beside `prl/` in a checkout and inside it, as `prl/conf/`, in a wheel."""
+"""Packaging. `conf/` and `sweeps/` lie beside `prl/` in a checkout and inside it, as `prl/conf/`, in a wheel."""
 
 from pathlib import Path
 
@@ -34,9 +34,9 @@ setup(
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
-    packages=[*find_packages(include=["prl", "prl.*", "launch", "launch.*"]), "prl.conf"],
-    package_dir={"prl.conf": "conf"},
-    package_data={"prl.conf": ["*.yaml", "*/*.yaml"]},
+    packages=[*find_packages(include=["prl", "prl.*", "launch", "launch.*"]), "prl.conf", "prl.sweeps"],
+    package_dir={"prl.conf": "conf", "prl.sweeps": "sweeps"},
+    package_data={"prl.conf": ["*.yaml", "*/*.yaml"], "prl.sweeps": ["*.yaml"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "hydra-core>=1.3.2,<1.4",

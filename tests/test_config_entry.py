@@ -152,7 +152,7 @@ def test_prl_without_a_known_command_says_how(tmp_path: Path) -> None:
 
 def test_a_wheel_carries_the_configs(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy, because a build leaves build/ behind
-    for folder in ("prl", "conf"):
+    for folder in ("prl", "conf", "sweeps"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, source / name)
@@ -167,3 +167,5 @@ def test_a_wheel_carries_the_configs(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "prl.rl", "--cfg", "job", "memory=tight", env={"PYTHONPATH": str(installed)})
     assert "mode: full" in done.stdout, done.stderr
     assert (installed / "prl" / "conf" / "rl.yaml").is_file()
+    done = run(tmp_path, "-m", "prl.plan", "-m", "+sweep=seeds", "seed=1,2", env={"PYTHONPATH": str(installed)})
+    assert done.stdout.count("point ") == 2, done.stderr

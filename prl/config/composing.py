@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import register
+from prl.config.hydra_setup import register, with_sweep_group
 from prl.config.locate import conf_dir
 from prl.config.overrides import alias_conflict, choices_of, diagnose, parse
 
@@ -29,7 +29,9 @@ def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:
     """The composed config with Hydra's node. Raises ConfigError for overrides that Hydra refuses."""
     try:
         with _hydra():
-            cfg = hydra_compose(config_name=config_name, overrides=overrides, return_hydra_config=True)
+            cfg = hydra_compose(
+                config_name=config_name, overrides=with_sweep_group(overrides), return_hydra_config=True
+            )
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_name) from error
     conflict = alias_conflict(overrides)
@@ -65,7 +67,7 @@ def compose(overrides: list[str], config_name: str = "rl") -> RunConfig:
 def run_choices(cfg: DictConfig) -> dict[str, str]:
     """Group -> choice as selected. A list (`env=[a,b]`) is no group choice to Hydra; it is taken from the overrides."""
     runtime = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items()}
-    choices = {k: v for k, v in runtime.items() if "/" not in k and k not in ("memory", "local")}
+    choices = {k: v for k, v in runtime.items() if "/" not in k and k not in ("memory", "local", "sweeps")}
     for override in parse(cfg.hydra.overrides.task):
         if isinstance(override.value(), list) and override.key_or_group in _LIST_GROUPS:
             choices[override.key_or_group] = "+".join(choices_of(override))

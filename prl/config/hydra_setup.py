@@ -1,26 +1,53 @@
-"""What Hydra must know before it composes: the selector group `memory`, and the resolver of our YAML.
+"""What Hydra must know before it composes: the groups `memory` and `sweeps`, and the resolvers of our YAML.
 
 `memory=tight` is a second name of `memory_recipe=tight`: the selector group `memory` has an empty node for each file of
 `conf/memory_recipe/`, and the defaults list says `- memory_recipe: ${memory}`. The nodes go to the global package: a
 group at package `memory` would add a key of that name.
+
+`+sweep=seeds` chooses `sweeps/seeds.yaml`. Were the group called `sweep`, Hydra would take every `sweep=NAME` for a
+choice of it, and the key `sweep`, which names a sweep, could not be set. So the group is called `sweeps`, as the
+folder, and `+sweep=` is a second name of `+sweeps=`.
 """
 
 from __future__ import annotations
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+import functools
+import sys
 
-from prl.config.locate import config_groups
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from prl.config.locate import config_groups, sweeps_dir
+
+SWEEP_OPTION = "+sweep="
 
 
 def register() -> None:
-    """Make both known to Hydra. Safe to call again."""
+    """Make all of it known to Hydra, which reads this process's arguments itself. Safe to call again."""
     # ${first_set:${sweep},...}: the first value that is not null (oc.select falls back for absent keys only)
     OmegaConf.register_new_resolver("first_set", _first_set, replace=True)
     OmegaConf.register_new_resolver("row_tokens", _row_tokens, replace=True)
     store = ConfigStore.instance()
     for choice in config_groups()["memory_recipe"]:
         store.store(group="memory", name=choice, node={}, package="_global_", provider="prl")
+    _register_sweeps()
+    sys.argv = with_sweep_group(sys.argv)
+
+
+def with_sweep_group(lines: list[str]) -> list[str]:
+    """The overrides with `+sweep=NAME` in Hydra's terms."""
+    return [line.replace(SWEEP_OPTION, "+sweeps=", 1) if line.startswith(SWEEP_OPTION) else line for line in lines]
+
+
+@functools.cache
+def _register_sweeps() -> None:
+    """Make the files of sweeps/ the choices of group `sweeps`. Each names the sweep after itself."""
+    for path in sorted(sweeps_dir().glob("*.yaml")):
+        node = OmegaConf.load(path)
+        assert isinstance(node, DictConfig), path
+        with open_dict(node):
+            node["sweep"] = path.stem
+        ConfigStore.instance().store(group="sweeps", name=path.stem, node=node, package="_global_", provider="prl")
 
 
 def _row_tokens(doc_len: int | list[int]) -> int:

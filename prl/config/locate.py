@@ -1,4 +1,6 @@
-"""Where the YAML lies: `conf/` beside the package in a checkout or an editable install, `prl/conf/` in a wheel."""
+"""Where the YAML lies: `conf/` and `sweeps/`, beside the package in a checkout or an editable install, inside it in a
+wheel.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,11 @@ def conf_dir() -> Path:
         why="conf/ ships inside the wheel and lies beside prl/ in a checkout",
         fix="reinstall: pip install --force-reinstall --no-deps prl, or pip install -e . in a checkout",
     )
+
+
+def sweeps_dir() -> Path:
+    """Absolute path of the folder with the ready-made sweeps."""
+    return conf_dir().parent / "sweeps"
 
 
 def config_groups() -> dict[str, list[str]]:

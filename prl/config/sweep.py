@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.types import Override
 
 from prl.config.composing import compose, compose_yaml
 from prl.config.errors import ConfigError, UserError
-from prl.config.overrides import parse, swept_keys
+from prl.config.hydra_setup import with_sweep_group
+from prl.config.locate import sweeps_dir
+from prl.config.overrides import choices_of, parse, swept_keys
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
 
 def sweep_lines(overrides: list[str], config_name: str) -> list[str]:
-    """The overrides and `hydra.sweeper.params`, which a sweep kept as YAML uses instead of the command line."""
-    fixed = [override.input_line or "" for override in parse(overrides) if not override.is_sweep_override()]
+    """The overrides and `hydra.sweeper.params`, which a sweep kept as YAML (`+sweep=NAME`) uses instead of the command
+    line. A key that the command line gives as well is the command line's. In the order of Hydra's own sweeper.
+
+    Raises:
+        ConfigError: for a sweep that does not exist, or several at once.
+    """
+    parsed = parse(overrides)
+    _check_sweep_name(parsed)
+    fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
     params = compose_yaml(fixed, config_name).hydra.sweeper.get("params") or {}
-    return [*(f"{key}={value}" for key, value in params.items()), *overrides]
+    given = {override.get_key_element(): override.input_line or "" for override in parsed}
+    swept = [given.get(key, f"{key}={value}") for key, value in params.items()]
+    return with_sweep_group([*swept, *(line for key, line in given.items() if key not in params)])
+
+
+def _check_sweep_name(parsed: list[Override]) -> None:
+    names = [name for override in parsed if override.get_key_element() == "+sweep" for name in choices_of(override)]
+    known = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
+    if len(names) > 1:
+        raise ConfigError([UserError(f"Several sweeps at once: {', '.join(names)}.", where="+sweep", fix="take one")])
+    if names and names[0] not in known:
+        close = difflib.get_close_matches(names[0], known, n=1, cutoff=0.5)
+        guess = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            [
+                UserError(
+                    f"There is no sweep {names[0]!r}.{guess}",
+                    where=f"+sweep={names[0]}",
+                    why=f"sweeps/ has: {', '.join(known)}",
+                    fix=f"+sweep={close[0]}" if close else f"sweep={names[0]}, if it is to be a sweep's name",
+                )
+            ]
+        )
 
 
 def expand(lines: list[str]) -> list[list[str]]:
