@@ -36,7 +36,11 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=[*find_packages(include=["prl", "prl.*", "launch", "launch.*"]), "prl.conf", "prl.sweeps"],
     package_dir={"prl.conf": "conf", "prl.sweeps": "sweeps"},
-    package_data={"prl.conf": ["*.yaml", "*/*.yaml"], "prl.sweeps": ["*.yaml"]},
+    package_data={
+        "prl.conf": ["*.yaml", "*/*.yaml", "*/*/*.yaml"],
+        "launch": ["templates/*"],
+        "prl.sweeps": ["*.yaml"],
+    },
     install_requires=[
         "torch>=2.11,<2.14",
         "hydra-core>=1.3.2,<1.4",
@@ -46,6 +50,7 @@ setup(
         "pydantic>=2.7,<3",
         "numpy",
         "aiohttp>=3.9",
+        "jinja2>=3",
         "matplotlib",
         "rich",
         "safetensors",

@@ -9,31 +9,28 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.composing import VERSION_BASE, current_choices, explain, problems
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import register
+from prl.config.hydra_setup import name_sweep, register, with_sweep_group
 from prl.config.locate import conf_dir
-from prl.config.overrides import alias_conflict, parse, swept_keys
-from prl.config.sweep import compose_points, sweep_lines
+from prl.config.overrides import alias_conflict, swept_keys
+from prl.config.sweep import expand, resolve_points, sweep_lines
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
 Job = Callable[["RunConfig"], int]
-INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
 
 
 @dataclass
@@ -41,15 +38,16 @@ class Session:
     """One call of an entry point: the job, and how its points ended."""
 
     job: Job
+    config_name: str = "rl"
+    is_frozen: bool = False  # whether a point can be started from its plan.json alone, elsewhere and later
     swept: set[str] = field(default_factory=set)
+    points: dict[tuple[str, ...], RunConfig] = field(default_factory=dict)  # overrides -> point, of a multirun
     exit_code: int = 0
     error: Exception | None = None
     failed: dict[str, int] = field(default_factory=dict)  # point directory -> exit code
 
     def run_point(self, cfg: DictConfig) -> int:
-        """Hydra's task function: one point, alone or as part of a multirun."""
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            return self._run_swept(cfg)
+        """Hydra's task function: a run alone. The points of a multirun go past it, to the launcher."""
         from prl.config.resolving import resolve
 
         try:
@@ -58,48 +56,44 @@ class Session:
             self.error = error
         return self.exit_code
 
-    def _run_swept(self, cfg: DictConfig) -> int:
-        """A point that fails is remembered, and the next one runs; an interrupted one ends the sweep."""
+    def configs_of(self, batch: Sequence[tuple[str, ...]], sweep_dir: Path) -> list[RunConfig]:
+        """The points of these overrides, each with its directory. Raises ConfigError for what was not composed before
+        (by a sweeper that makes up its points) and is wrong.
+        """
+        new = [list(lines) for lines in batch if point_key(lines) not in self.points]
+        self.points |= zip(map(point_key, new), resolve_points(new, self.config_name, self.swept), strict=True)
+        return [self._placed(self.points[point_key(lines)], lines, sweep_dir) for lines in batch]
+
+    def _placed(self, config: RunConfig, overrides: tuple[str, ...], sweep_dir: Path) -> RunConfig:
         from prl.config.point import point_label
-        from prl.config.resolving import resolve
 
-        sweep_dir = Path(HydraConfig.get().sweep.dir)
-        config = resolve(cfg, choices=current_choices(), sweep=sweep_dir.name, swept=self._swept_values())
-        output_dir = str(sweep_dir / point_label(config))
-        try:
-            code = self.job(config.model_copy(update={"output_dir": output_dir}))
-        except UserError as error:
-            print(error.render(), file=sys.stderr)
-            code = 2
-        except Exception:
-            traceback.print_exc()
-            code = 1
-        if code in INTERRUPTED:
-            raise SystemExit(code)
-        if code:
-            self.failed[output_dir] = code
-        return code
-
-    def _swept_values(self) -> dict[str, str]:
-        overrides = parse(HydraConfig.get().overrides.task)
-        return {
-            o.get_key_element(): o.get_value_element_as_str() for o in overrides if o.get_key_element() in self.swept
-        }
+        pairs = [line.partition("=")[::2] for line in overrides]
+        swept = {key: value for key, value in pairs if key in self.swept}
+        config = config.model_copy(update={"sweep": sweep_dir.name, "swept": swept})
+        return config.model_copy(update={"output_dir": str(sweep_dir / point_label(config))})
 
 
-def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None:
+def point_key(overrides: Iterable[str]) -> tuple[str, ...]:
+    """What tells points apart: Hydra gives its launchers the overrides without its own."""
+    lines = with_sweep_group(list(overrides))
+    return tuple(sorted(line for line in lines if not line.startswith(("hydra.", "hydra/"))))
+
+
+def run_app(job: Job, config_name: str, *, starts_nothing: bool = False, is_frozen: bool = False) -> None:
     """Compose, validate, run; leaves by SystemExit.
 
     Args:
         job: takes a RunConfig, returns an exit code.
         config_name: the primary config in conf/.
         starts_nothing: the job only looks at its config, so a multirun needs no directory either.
+        is_frozen: the job is a run that its plan.json describes, so that a launcher may start it elsewhere.
     """
     args = get_args_parser().parse_args()
     name = args.config_name or config_name
     show_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        sys.exit(_run(job, name, args.overrides, args.multirun, args.shell_completion, starts_nothing))
+        session = Session(job, name, is_frozen)
+        sys.exit(_run(session, args.overrides, args.multirun, args.shell_completion, starts_nothing))
     except UserError as error:
         shown = error
     except (HydraException, OmegaConfBaseException) as error:
@@ -110,25 +104,26 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
     sys.exit(2)
 
 
-def _run(
-    job: Job, config_name: str, overrides: list[str], multirun: bool, completing: bool, starts_nothing: bool
-) -> int:
+def _run(session: Session, overrides: list[str], multirun: bool, completing: bool, starts_nothing: bool) -> int:
     register()
-    session = Session(job)
     if not completing:
         conflict = alias_conflict(overrides)
         if conflict:
             raise ConfigError(conflict)
     if multirun:
-        found = problems(overrides, config_name)
+        found = problems(overrides, session.config_name)
         if found:
             raise ConfigError(found)
-        lines = sweep_lines(overrides, config_name)
+        lines = sweep_lines(overrides, session.config_name)
         session.swept = set(swept_keys(lines))
-        points = compose_points(lines, config_name)
+        points = expand(lines)
+        configs = resolve_points(points, session.config_name, session.swept)
         if starts_nothing:
-            return max(job(point) for point in points)
-    _run_hydra(session, config_name)
+            return max(session.job(config) for config in configs)
+        session.points = dict(zip(map(point_key, points), configs, strict=True))
+        register_launcher()
+        name_sweep(session.config_name, lines)
+    _run_hydra(session)
     if session.error is not None:
         raise session.error
     for output_dir, code in session.failed.items():
@@ -136,12 +131,20 @@ def _run(
     return 1 if session.failed else session.exit_code
 
 
-def _run_hydra(session: Session, config_name: str) -> None:
+def register_launcher() -> None:
+    """Here, at the one place where configuration meets what starts it."""
+    from launch.hydra_plugin import register_plugins
+
+    register_plugins()
+
+
+def _run_hydra(session: Session) -> None:
     """Hydra reports an exception itself and exits with 1, unless this variable lets it pass."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base=VERSION_BASE)(session.run_point)()
+        front = hydra.main(config_path=str(conf_dir()), config_name=session.config_name, version_base=VERSION_BASE)
+        front(session.run_point)()
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:

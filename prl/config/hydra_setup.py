@@ -27,6 +27,8 @@ def register() -> None:
     # ${first_set:${sweep},...}: the first value that is not null (oc.select falls back for absent keys only)
     OmegaConf.register_new_resolver("first_set", _first_set, replace=True)
     OmegaConf.register_new_resolver("row_tokens", _row_tokens, replace=True)
+    if not OmegaConf.has_resolver("sweep_id"):
+        OmegaConf.register_new_resolver("sweep_id", lambda: "unnamed")
     store = ConfigStore.instance()
     for choice in config_groups()["memory_recipe"]:
         store.store(group="memory", name=choice, node={}, package="_global_", provider="prl")
@@ -48,6 +50,17 @@ def _register_sweeps() -> None:
         with open_dict(node):
             node["sweep"] = path.stem
         ConfigStore.instance().store(group="sweeps", name=path.stem, node=node, package="_global_", provider="prl")
+
+
+def name_sweep(config_name: str, lines: list[str]) -> None:
+    """Name this process's sweep after what it sweeps, for ${sweep_id:}: the same command finds its points again."""
+    from prl.config.overrides import swept_keys
+    from prl.config.point import short_hash
+
+    keys = "-".join(key.rsplit(".", 1)[-1].lstrip("+") for key in swept_keys(lines))
+    identity = short_hash([config_name, sorted(lines)])
+    name = f"{keys[:60]}-{identity}" if keys else identity
+    OmegaConf.register_new_resolver("sweep_id", lambda: name, replace=True)
 
 
 def _row_tokens(doc_len: int | list[int]) -> int:

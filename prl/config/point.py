@@ -12,7 +12,7 @@ from prl.config.schema import RunConfig
 ID_LENGTH = 10  # hex digits; 40 bits tell any number of points apart that a person could run
 
 # Where things lie, what is written about them, and what they are called: none of it changes what is computed.
-NOT_IDENTITY = {"output_dir", "cache_dir", "logging", "name", "choices", "sweep", "swept"}
+NOT_IDENTITY = {"output_dir", "cache_dir", "logging", "name", "choices", "sweep", "swept", "slurm"}
 
 
 def short_hash(content: Any) -> str:

@@ -26,17 +26,17 @@ def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
     Raises:
         ConfigError: with every violation found, each with the override that fixes it.
     """
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ConfigError([_missing(key) for key in missing])
     try:
         plain = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
+        _refuse_missing(cfg)
         key = str(getattr(error, "full_key", "") or "")
         raise ConfigError(
             [UserError(f"Cannot resolve {key!r}.", where=key, why=str(error).splitlines()[0], fix="give it a value")]
         ) from error
     assert isinstance(plain, dict)
+    if "'???'" in repr(plain):  # a tenth of the time of missing_keys
+        _refuse_missing(cfg)
     plain.update(run_fields)
     try:
         config = RunConfig.model_validate(plain)
@@ -49,6 +49,12 @@ def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
 
 
 UNION_MEMBERS = ("int", "constrained-int", "float", "constrained-float", "str")  # names that pydantic appends
+
+
+def _refuse_missing(cfg: DictConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError([_missing(key) for key in missing])
 
 
 def _missing(key: str) -> UserError:

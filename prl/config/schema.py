@@ -330,6 +330,28 @@ class BenchConfig(Group):
     output_json: str | None = None
 
 
+class SlurmConfig(Group):
+    """Node `slurm`: what a job of this point asks of SLURM; what is null is as the launcher choice has it.
+
+    For SLURM's own words see its sbatch manual.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None  # as sbatch reads it: minutes, or D-HH:MM:SS
+    constraint: str | None = None
+    cpus_per_task: Positive | None = None
+    mem: str | None = None
+    gres: str | None = None  # null: gpu:N, for a point on N GPUs of each node
+    sbatch: tuple[str, ...] | None = None  # further lines, say "--exclusive"
+    setup: tuple[str, ...] | None = None  # shell lines before the point starts: modules, NCCL_SOCKET_IFNAME
+    container: str | None = None  # image for srun --container-image (pyxis)
+    template_path: str | None = None  # Jinja2 template of the whole script
+    signal_delay_s: Positive | None = None  # how long before its end a job is told to save and requeue
+    max_retries: NonNegative | None = None  # of failures that may pass: node, hang, collective
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +381,7 @@ class RunConfig(Group):
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     debug: DebugConfig = DebugConfig()
+    slurm: SlurmConfig = SlurmConfig()
     warm_start: SftConfig | None = None  # rl: supervised steps before the first rollout, cached by their config
     sft: SftConfig | None = None  # sft: the job itself
     bench: BenchConfig | None = None  # bench: what to measure

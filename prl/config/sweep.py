@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.types import Override
 
-from prl.config.composing import compose, compose_yaml
+from prl.config.composer import Composer
+from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import with_sweep_group
 from prl.config.locate import sweeps_dir
@@ -65,12 +66,17 @@ def compose_points(lines: list[str], config_name: str) -> list[RunConfig]:
     Raises:
         ConfigError: with the violations of all points, each told once with the first point that has it.
     """
-    swept = set(swept_keys(lines))
+    return resolve_points(expand(lines), config_name, set(swept_keys(lines)))
+
+
+def resolve_points(points: list[list[str]], config_name: str, swept: set[str]) -> list[RunConfig]:
+    """As `compose_points`, for points that are expanded already."""
+    composer = Composer(config_name)
     found: dict[str, UserError] = {}
     configs = []
-    for point in expand(lines):
+    for point in points:
         try:
-            configs.append(compose(point, config_name))
+            configs.append(composer.compose(point))
         except ConfigError as error:
             label = " ".join(line for line in point if line.partition("=")[0] in swept)
             for violation in error.violations:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from prl.config.errors import UserError
@@ -25,17 +26,18 @@ from prl.runtime.supervisor import ENTRIES, Household, Outcome, Supervisor
 from prl.runtime.warm_start import warm_start
 
 
-def run(config: RunConfig, entries: Mapping[str, str] = ENTRIES) -> int:
+def run(config: RunConfig, entries: Mapping[str, str] = ENTRIES, signals: StopSignals | None = None) -> int:
     """Run one point to its end, resuming it if its directory holds an earlier attempt.
 
     Args:
         entries: role -> "module:function"; tests put tiny roles in their place.
+        signals: installed already, by who wants to know which came; None: installed here.
 
     Raises UserError for a directory of something else, a taken port, and whatever a role cannot do with this input. If
     that happens before the first step of a fresh run, the run directory is removed again.
     """
     plan = make_plan(config)
-    with StopSignals() as signals:
+    with nullcontext(signals) if signals else StopSignals() as signals:
         run_dir = claim(plan)
         try:
             return _run_claimed(plan, run_dir, signals, entries)

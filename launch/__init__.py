@@ -1,0 +1,1 @@
+"""Starting points: on this machine, or as SLURM arrays."""

@@ -1,0 +1,123 @@
+"""Points on this machine: one after another in this process, or several at a time, each on devices of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.points import Point
+from launch.settings import LauncherSettings
+from prl.config.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from prl.config.entry import Session
+
+INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
+POLL_S = 0.2
+
+
+def run_points(session: Session, points: list[Point], settings: LauncherSettings) -> None:
+    """Run all; a point that fails is remembered in the session, and the others go on."""
+    places: list[str | None] = device_places(points, settings) if session.is_frozen else [None]
+    if len(places) == 1:
+        for point in points:
+            run_here(session, point)
+        return
+    run_side_by_side(session, points, places)
+
+
+def run_here(session: Session, point: Point) -> None:
+    """In this process. An interrupted point ends the sweep."""
+    try:
+        code = session.job(point.config)
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        code = 2
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code in INTERRUPTED:
+        raise SystemExit(code)
+    if code:
+        session.failed[str(point.path)] = code
+
+
+def device_places(points: list[Point], settings: LauncherSettings) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each point that may run at a time; None: as it is.
+
+    Raises ConfigError when the GPUs do not hold as many as asked for.
+    """
+    wanted, devices = settings.parallel_points, visible_gpus()
+    need = max((point.plan.gpus_per_node for point in points), default=1)
+    on_cpu = not devices or all(point.config.deployment.device == "cpu" for point in points)
+    if on_cpu:
+        return [None] * min(1 if wanted == "auto" else wanted, max(len(points), 1))
+    fit = len(devices) // need
+    if wanted != "auto" and wanted > fit:
+        raise ConfigError(
+            [
+                UserError(
+                    f"{wanted} points at a time do not fit on {len(devices)} GPUs.",
+                    where=f"hydra.launcher.parallel_points={wanted}",
+                    why=f"a point takes up to {need}",
+                    fix=f"hydra.launcher.parallel_points={max(fit, 1)}",
+                )
+            ]
+        )
+    count = min(fit if wanted == "auto" else wanted, len(points))
+    return [",".join(devices[i * need : (i + 1) * need]) for i in range(count)] if count > 1 else [None]
+
+
+def visible_gpus() -> list[str]:
+    """GPUs as CUDA_VISIBLE_DEVICES or nvidia-smi names them; none without either."""
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if outer is not None:
+        return [name for name in outer.split(",") if name.strip()]
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return []
+    return [str(index) for index, line in enumerate(done.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def run_side_by_side(session: Session, points: list[Point], places: list[str | None]) -> None:
+    """Each point in a process of its own; its console goes to POINT/console.log. A signal to this process stops all."""
+    waiting, free = list(points), list(range(len(places)))
+    running: dict[int, tuple[Point, subprocess.Popen[bytes]]] = {}
+    try:
+        while waiting or running:
+            while waiting and free:
+                place, point = free.pop(0), waiting.pop(0)
+                running[place] = (point, start_agent(point.path, places[place]))
+                print(f"{point.path.name}: started, console in {point.path / 'console.log'}", flush=True)
+            time.sleep(POLL_S)
+            for place, (point, process) in list(running.items()):
+                code = process.poll()
+                if code is not None:
+                    del running[place]
+                    free.append(place)
+                    print(f"{point.path.name}: {'done' if code == 0 else f'failed with exit code {code}'}", flush=True)
+                    if code:
+                        session.failed[str(point.path)] = code
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.wait()
+
+
+def start_agent(path: Path, devices: str | None) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ) if devices is None else os.environ | {"CUDA_VISIBLE_DEVICES": devices}
+    with (path / "console.log").open("ab") as console:
+        return subprocess.Popen(
+            [sys.executable, "-m", "prl.runtime.agent", str(path)],
+            env=environment,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )

@@ -1,0 +1,186 @@
+"""Points as SLURM arrays: one array for each shape of resources, cut where the cluster's arrays end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import submitit
+
+import prl
+from launch.code_copy import freeze_code
+from launch.points import Point, record_submission
+from launch.settings import LauncherSettings
+from launch.slurm_queue import live_parents, max_array_size
+from prl.config.errors import UserError
+from prl.config.schema import SlurmConfig
+
+DEFAULT_TEMPLATE = Path(__file__).parent / "templates" / "default.sbatch.j2"
+POLL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a job asks for. Points of one shape go into one array."""
+
+    job: str
+    nodes: int
+    infer_nodes: int
+    gpus_per_node: int
+    slurm: SlurmConfig
+
+    @classmethod
+    def of(cls, point: Point, settings: LauncherSettings) -> Shape:
+        deployment, plan = point.config.deployment, point.plan
+        own = point.config.slurm.model_dump(exclude_none=True)
+        gpus = 0 if deployment.device == "cpu" else plan.gpus_per_node
+        infer = deployment.num_infer_nodes if deployment.type == "multi_node" else 0
+        return cls(point.config.job, plan.num_nodes, infer, gpus, settings.slurm.model_copy(update=own))
+
+    def describe(self) -> str:
+        return f"{self.nodes} node{'s' if self.nodes > 1 else ''} x {self.gpus_per_node} GPUs"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One job to submit: an array, or a single job for one point."""
+
+    shape: Shape
+    points: list[Point]
+    parallelism: int | None
+
+    @property
+    def is_array(self) -> bool:
+        return len(self.points) > 1
+
+    @property
+    def array(self) -> str | None:
+        """As sbatch reads it."""
+        if not self.is_array:
+            return None
+        return f"0-{len(self.points) - 1}" + (f"%{self.parallelism}" if self.parallelism else "")
+
+
+def make_batches(points: list[Point], settings: LauncherSettings, max_size: int) -> list[Batch]:
+    by_shape: dict[Shape, list[Point]] = {}
+    for point in points:
+        by_shape.setdefault(Shape.of(point, settings), []).append(point)
+    return [
+        Batch(shape, members[start : start + max_size], settings.array_parallelism)
+        for shape, members in by_shape.items()
+        for start in range(0, len(members), max_size)
+    ]
+
+
+class PointExecutor(submitit.SlurmExecutor):
+    """submitit's submission of a script, with a script of ours: it starts agents and needs no pickles."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        super().__init__(folder)
+        self.script = script
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self.script
+
+    def submit_script(self) -> str:
+        """Submit. Returns the job's id. Raises UserError with sbatch's reason."""
+        try:
+            return self._submit_command("").job_id
+        except submitit.core.utils.FailedJobError as error:
+            reason = re.findall(r"sbatch: error: (.*)", str(error)) or [str(error).strip().splitlines()[-1]]
+            raise UserError(
+                f"sbatch refused the job: {reason[-1]}",
+                where="hydra.launcher.slurm",
+                why="; ".join(reason[:-1]),
+                fix="hydra.launcher.dry_run=true shows the script; sinfo and sacctmgr show what this cluster allows",
+            ) from error
+
+
+def submit(points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> list[str]:
+    """Submit all and return at once. Returns the ids of the jobs, one for each array."""
+    if not points:
+        return []
+    folder = sweep_dir / "slurm"
+    folder.mkdir(parents=True, exist_ok=True)
+    code = freeze_code(sweep_dir)
+    jobs = []
+    for batch in make_batches(points, settings, settings.max_array_size or max_array_size()):
+        script = write_script(batch, sweep_dir, code)
+        job_id = PointExecutor(folder, script.read_text()).submit_script()
+        record_submission(sweep_dir, job_id, script, batch.points, batch.is_array)
+        jobs.append(job_id)
+        what = f"array of {len(batch.points)} points" if batch.is_array else batch.points[0].path.name
+        print(f"job {job_id}: {what}, {batch.shape.describe()}, {script}", flush=True)
+    print(f"python -m prl.status {os.path.relpath(sweep_dir)} shows what becomes of them", flush=True)
+    return jobs
+
+
+def write_script(batch: Batch, sweep_dir: Path, code: Path) -> Path:
+    """SWEEP/slurm/N.sbatch, and the list of its points beside it."""
+    folder = sweep_dir / "slurm"
+    number = next(i for i in range(1, 1_000_000) if not (folder / f"{i}.sbatch").exists())
+    script, listing = folder / f"{number}.sbatch", folder / f"{number}.points"
+    listing.write_text("".join(f"{point.path}\n" for point in batch.points))
+    script.write_text(render(batch, sweep_dir, code, listing))
+    return script
+
+
+def render(batch: Batch, sweep_dir: Path, code: Path, listing: Path) -> str:
+    """The sbatch script. Raises UserError for a template that is not there or cannot be rendered."""
+    path = Path(batch.shape.slurm.template_path or DEFAULT_TEMPLATE).expanduser()
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["quote"] = shlex.quote
+    try:
+        text = path.read_text()
+        return environment.from_string(text).render(template_variables(batch, sweep_dir, code, listing))
+    except (OSError, jinja2.TemplateError) as error:
+        raise UserError(
+            f"The sbatch template cannot be used: {error}",
+            where=f"slurm.template_path={path}",
+            why=f"line {getattr(error, 'lineno', '?')}" if isinstance(error, jinja2.TemplateSyntaxError) else "",
+            fix=f"start from a copy of {DEFAULT_TEMPLATE}; launch/README.md lists the variables",
+        ) from error
+
+
+def template_variables(batch: Batch, sweep_dir: Path, code: Path, listing: Path) -> dict[str, Any]:
+    """What a template may use; launch/README.md explains each."""
+    shape = batch.shape
+    return {
+        "job_name": f"prl-{sweep_dir.name}",
+        "project_dir": str(Path.cwd()),
+        "output_dir": str(sweep_dir),
+        "config_dir": str(listing.parent),
+        "num_train_nodes": shape.nodes - shape.infer_nodes,
+        "num_infer_nodes": shape.infer_nodes,
+        "nodes": shape.nodes,
+        "gpus_per_node": shape.gpus_per_node,
+        "hf_hub_offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
+        "array": batch.array,
+        "gres": shape.slurm.gres or (f"gpu:{shape.gpus_per_node}" if shape.gpus_per_node else None),
+        "log": str(listing.parent / ("%A_%a.log" if batch.is_array else "%j.log")),
+        "python_path": os.pathsep.join([str(code), *_further_paths()]),
+        "command": f"{shlex.quote(sys.executable)} -m prl.runtime.agent --list {shlex.quote(str(listing))}",
+        "slurm": shape.slurm,
+    }
+
+
+def _further_paths() -> Iterator[str]:
+    """PYTHONPATH as it is, less the checkout, whose place the copied code takes."""
+    checkout = Path(prl.__file__).parent.parent.resolve()
+    for part in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if part and Path(part).resolve() != checkout:
+            yield part
+
+
+def wait_for(jobs: list[str]) -> None:
+    """Until none of them waits or runs."""
+    while live_parents(jobs):
+        time.sleep(POLL_S)

@@ -1,0 +1,166 @@
+"""`python -m prl.runtime.agent POINT`: run a frozen point from its plan.json; with `--list FILE`, that of this job.
+
+What a SLURM job starts on its node, and what starts a point by hand. Each start is told in POINT/attempts.jsonl. Under
+SLURM, a job that is warned of its end (SIGUSR2) saves, requeues itself and goes on from its checkpoint; so does one
+whose failure may pass (a node, a hang, a collective), as long as it advances or has retries left; SIGTERM saves and
+leaves the rest to SLURM; scancel ends everything at once. Any other failure is one for SLURM too, by the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from prl.config.errors import UserError
+from prl.planning.run_plan import RunPlan, plan_from_json
+from prl.runtime.signals import StopSignals
+from prl.runtime.status_file import read_status
+
+ATTEMPTS = "attempts.jsonl"
+PASSING = ("node", "hang", "collective")  # classes of failure worth another try
+DEFAULT_RETRIES = 2
+POLL_S = 0.2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="prl agent", description=__doc__)
+    parser.add_argument("point", type=Path, nargs="?", help="a run directory with its plan.json")
+    parser.add_argument("--list", type=Path, help="a file of run directories, one line for each array element")
+    arguments = parser.parse_args()
+    if (arguments.point is None) == (arguments.list is None):
+        parser.error("give a point or a list")
+    try:
+        code = run_attempt(arguments.point or choose(arguments.list))
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def choose(listing: Path) -> Path:
+    """The point of this array element; of a job that is no array, the first."""
+    return Path(listing.read_text().splitlines()[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))])
+
+
+def run_attempt(path: Path) -> int:
+    """One attempt at a point. Returns the exit code for SLURM. Raises UserError for what a user can mend."""
+    plan = read_plan(path)
+    before = read_attempts(path)
+    number = len(before) + 1
+    job = os.environ.get("SLURM_JOB_ID")
+    _write(path, {"attempt": number, "job": _job_name(), "node": platform.node(), "started": time.time()})
+    code, error = 2, None
+    try:
+        with StopSignals() as signals:
+            if job is not None:
+                threading.Thread(target=hasten_if_cancelled, args=(signals, job), daemon=True).start()
+            code = run_job(plan, signals)
+            warned = signals.first == signal.SIGUSR2
+    except UserError as raised:
+        error, warned = raised, False
+    status = read_status(path)
+    failure = (status.get("failure") or {}) if code not in (0, *_codes_of_signals()) else {}
+    kind = failure.get("class") or ("config" if error is not None else "code" if failure or code == 1 else None)
+    row = {"attempt": number, "ended": time.time(), "exit_code": code, "class": kind, "step": status.get("step", 0)}
+    again = job is not None and (warned or kind in PASSING) and may_go_on([*before, row], status.get("step", 0))
+    _write(path, row | {"requeued": again})
+    if error is not None:
+        raise error
+    if again:
+        print(f"requeueing job {job}: {kind or 'told to stop before its time is over'}", flush=True)
+        subprocess.run(["scontrol", "requeue", str(job)], check=False)  # SLURM ends this job at once
+        time.sleep(60)
+    return code
+
+
+def run_job(plan: RunPlan, signals: StopSignals) -> int:
+    if plan.config.job == "bench":
+        from prl.bench.launch import run as run_bench
+
+        return run_bench(plan.config)
+    from prl.runtime.launch import run
+
+    return run(plan.config, signals=signals)
+
+
+def read_plan(path: Path) -> RunPlan:
+    try:
+        return plan_from_json((path / "plan.json").read_text())
+    except OSError as error:
+        raise UserError(
+            f"{path} holds no frozen point: {error.strerror}",
+            where="plan.json",
+            fix="python -m prl.rl -m hydra.launcher.dry_run=true ... freezes points without starting them",
+        ) from error
+
+
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """One row for each attempt so far. One that never told its end was killed with its node: class node."""
+    attempts: dict[int, dict[str, Any]] = {}
+    try:
+        lines = (path / ATTEMPTS).read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # torn by a crash
+            continue
+        attempts.setdefault(row["attempt"], {"class": "node"}).update(row)
+    return [attempts[number] for number in sorted(attempts)]
+
+
+def may_go_on(attempts: list[dict[str, Any]], step: int) -> bool:
+    """Whether to try again: retries are left, counted from the attempt that last advanced the run."""
+    limit = int(os.environ.get("PRL_MAX_RETRIES", DEFAULT_RETRIES))
+    stuck = 0
+    for earlier in reversed(attempts[:-1]):
+        if earlier.get("step", 0) < step:
+            break
+        stuck += 1
+    return stuck < limit
+
+
+def _write(path: Path, row: dict[str, Any]) -> None:
+    with (path / ATTEMPTS).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+# --- SLURM ------------------------------------------------------------------------------------------------------------
+
+
+def hasten_if_cancelled(signals: StopSignals, job: str) -> None:
+    """SIGTERM is preemption, with time to save, or scancel, with none: SLURM is asked which."""
+    while signals.first is None:
+        time.sleep(POLL_S)
+    if signals.first != signal.SIGTERM:
+        return
+    asked = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True)
+    if asked.stdout.strip() in ("COMPLETING", "CANCELLED", ""):
+        signals.count += 1
+
+
+def _job_name() -> str | None:
+    """As squeue shows it: 123_4 for an array element."""
+    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else os.environ.get("SLURM_JOB_ID")
+
+
+def _codes_of_signals() -> tuple[int, ...]:
+    return tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2))
+
+
+if __name__ == "__main__":
+    main()
