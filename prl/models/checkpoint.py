@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard, ModelConfig
 from prl.models.lora import is_adapter, merged_parameters
-from prl.models.names import Region, locate, to_hf
+from prl.models.names import Region
 from prl.models.qwen3 import Qwen3Model
 
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
@@ -177,10 +178,10 @@ def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
 
     Raises ValueError naming what is missing, unknown or of another shape; parameters already copied stay copied.
     """
-    params = dict(model.named_parameters())
+    params = dict(model.named_parameters()) | model.checkpoint_buffers()
     missing = _expected_regions(model)
     for name, tensor in tensors:
-        region = locate(name, model.card)
+        region = model.locate(name)
         if region is None:
             continue
         if region.param not in params:
@@ -190,6 +191,10 @@ def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
             raise ValueError(f"checkpoint tensor {name} has shape {shape}, but {type(model).__name__} needs {expected}")
         _copy_region(params[region.param], region, tensor)
         missing.discard(region)
+        if region == Region(
+            region.param
+        ):  # the parameter in one piece, though its checkpoints usually have it in parts
+            missing = {part for part in missing if part.param != region.param}
     if missing:
         names = sorted({region.param for region in missing})
         raise ValueError(
@@ -198,9 +203,9 @@ def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def _expected_regions(model: Qwen3Model) -> set[Region]:
-    params = ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
-    meta = ((name, torch.empty(p.shape, device="meta")) for name, p in params)
-    regions = (locate(hf_name, model.card) for name, t in meta for hf_name, _ in to_hf(name, t, model.card))
+    tensors = dict(model.named_parameters()) | model.checkpoint_buffers()
+    meta = ((name, torch.empty(t.shape, device="meta")) for name, t in tensors.items() if not is_adapter(name))
+    regions = (model.locate(hf_name) for name, t in meta for hf_name, _ in model.to_hf(name, t))
     return {region for region in regions if region is not None}
 
 
@@ -235,8 +240,8 @@ def hf_tensors(model: Qwen3Model) -> Iterator[tuple[str, Tensor]]:
     """Whole checkpoint tensors, adapters added in, gathered one parameter at a time: a collective when the model is
     sharded.
     """
-    for name, whole in merged_parameters(model):
-        yield from to_hf(name, whole, model.card)
+    for name, whole in chain(merged_parameters(model), model.checkpoint_buffers().items()):
+        yield from model.to_hf(name, whole)
 
 
 def save_checkpoint(

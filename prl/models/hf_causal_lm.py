@@ -7,6 +7,7 @@ its attention through the `attend` of the caller: packed documents are separated
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard
+from prl.models.hf_names import checkpoint_regions, cut
 from prl.models.moe import RoutingRecorder
+from prl.models.names import Region
 from prl.models.qwen3 import Attend
 
 ATTENTION = "prl_packed"
@@ -48,6 +51,7 @@ class HFCausalLM(nn.Module):
             self.add_module(name, child)
         self._lm = (lm,)  # in a tuple, so that it is no child of its own
         self._aliases = tied_names(self)
+        self._regions = checkpoint_regions(lm)
 
     @property
     def lm(self) -> PreTrainedModel:
@@ -86,6 +90,33 @@ class HFCausalLM(nn.Module):
         """hidden [N, H] -> logits [N, V]; only for models that are not sharded."""
         return F.linear(hidden, self.head_weight)
 
+    # --- the checkpoint's names
+
+    def locate(self, hf_name: str) -> Region | None:
+        """The region that a checkpoint tensor fills, also where it is called as the parameter itself is; None for one
+        that this model does not hold: a tied parameter, and tables that some files carry along.
+        """
+        if hf_name in self._regions:
+            return self._regions[hf_name]
+        dropped = hf_name in self._aliases or hf_name.endswith(".inv_freq")
+        return None if dropped or (hf_name == "lm_head.weight" and self.card.tie_word_embeddings) else Region(hf_name)
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """One whole parameter -> its checkpoint tensors (views)."""
+        yield from ((saved, cut(region, tensor)) for saved, region in self._regions_of[name])
+
+    def checkpoint_buffers(self) -> dict[str, Tensor]:
+        """Those that are part of checkpoints, such as the correction of a router's choice."""
+        return {name: buffer for name, buffer in self.named_buffers() if name in self._regions_of}
+
+    @functools.cached_property
+    def _regions_of(self) -> dict[str, list[tuple[str, Region]]]:
+        """Name of each tensor here -> its parts in a checkpoint."""
+        parts: dict[str, list[tuple[str, Region]]] = {}
+        for saved, region in self._regions.items():
+            parts.setdefault(region.param, []).append((saved, region))
+        return parts
+
     def to_empty(self, *, device: Any, recurse: bool = True) -> HFCausalLM:
         """Storage for the parameters. Buffers (rotary frequencies) keep their values, tied parameters stay tied."""
         kept = {name: buffer.clone() for name, buffer in self.named_buffers()}
@@ -122,7 +153,6 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
     with meta_parameters():
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     lm.tie_weights()
-    # one to one with the checkpoint's names, whatever the family
     return HFCausalLM(lm.train(), card.model_copy(update={"family": "other"}))
 
 

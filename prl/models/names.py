@@ -1,4 +1,4 @@
-"""Between Hugging Face's parameter names and ours.
+"""Between Hugging Face's parameter names and ours (`hf_names`: those of transformers' own models).
 
 They differ in the prefix `model.` and in the experts, which a checkpoint stores one by one and we stack. Adding a
 family means adding its pairs here.
@@ -21,8 +21,8 @@ _EXPERT = re.compile(r"model\.(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)
 class Region:
     """Where one Hugging Face tensor lies inside one of our parameters.
 
-    `expert` is the index along dimension 0 (None: the tensor is the whole parameter), `rows` the range along
-    dimension 1.
+    `expert` is the index along dimension 0 (None: there is no such dimension), `rows` the range along the dimension
+    behind it (None: all).
     """
 
     param: str
@@ -32,9 +32,6 @@ class Region:
 
 def locate(hf_name: str, card: ModelCard) -> Region | None:
     """The region that a checkpoint tensor fills; None for one that this model does not hold (a tied LM head)."""
-    if card.family == "other":  # transformers' own modules: one to one, but for tables that some files carry along
-        dropped = hf_name.endswith(".inv_freq") or (hf_name == "lm_head.weight" and card.tie_word_embeddings)
-        return None if dropped else Region(hf_name)
     if match := _EXPERT.fullmatch(hf_name):
         stack, expert, kind = match[1], int(match[2]), match[3]
         if kind == "down":

@@ -9,7 +9,7 @@ checkpoints, except that the experts of a layer are stacked (`experts.gate_up_pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
 from prl.models.moe import ExpertLoad, Experts, RoutingRecorder, route
+from prl.models.names import Region, locate, to_hf
 
 # attend(layer_idx, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]; q and k are already rotated
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -176,6 +177,18 @@ class Qwen3Model(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, V]; only for models that are not sharded."""
         return F.linear(hidden, self.head_weight)
+
+    def locate(self, hf_name: str) -> Region | None:
+        """The region that a checkpoint tensor fills; None for one that this model does not hold."""
+        return locate(hf_name, self.card)
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """One whole parameter -> its checkpoint tensors (views)."""
+        return to_hf(name, tensor, self.card)
+
+    def checkpoint_buffers(self) -> dict[str, Tensor]:
+        """Buffers that are part of Hugging Face checkpoints: none."""
+        return {}
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
