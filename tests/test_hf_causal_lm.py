@@ -118,7 +118,7 @@ def world():
 
 
 def hf_config(card, *overrides):
-    config = compose(["model.impl=hf", "warm_start=none", *overrides])
+    config = compose(["model.impl=hf", "warm_start=none", "optim=adamw", *overrides])
     return config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
 
 
@@ -252,3 +252,35 @@ def test_an_sft_run_of_another_family_over_two_ranks(family, tmp_path):
         assert not torch.equal(again.lm_head.weight, model.lm_head.weight)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_dropout_is_off_so_that_recomputation_repeats_itself(tmp_path):
+    """gpt2 drops a tenth by default; an engine does not, and a repeated forward pass would drop others."""
+    plain_model("gpt2", resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1).save_pretrained(tmp_path)
+    ids, positions = packed()
+    card = card_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+    model = build_hf_model(tmp_path, card).to_empty(device="cpu")
+    load_checkpoint(model, tmp_path)
+    attend = packed_attention(DOCS, ids.device)
+    assert torch.equal(model(ids, positions, attend), model(ids, positions, attend))
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path):
+    """Losses are computed from the head's weight alone."""
+    AutoConfig.for_model("phi", **SIZES).save_pretrained(tmp_path)
+    card = ModelCard(family="other", head_dim=8, **{k: v for k, v in SIZES.items() if k != "intermediate_size"})
+    with pytest.raises(UserError, match="bias"):
+        build_hf_model(tmp_path, card)
+
+
+@pytest.mark.parametrize("memory", ["optim_cpu_offload=full", "fsdp_cpu_offload=true", "lora.rank=2"])
+def test_buffers_stay_float32(memory, tmp_path, world):
+    """bfloat16 frequencies would turn queries and keys by other angles."""
+    model = plain_model("llama")
+    model.save_pretrained(tmp_path)
+    config = hf_config(card_of(model), "model.dtype=bfloat16", f"memory_recipe.{memory}")
+    buffers = dict(build_model(config, tmp_path, world).named_buffers())
+    expected = dict(model.named_buffers())
+    assert buffers.keys() == expected.keys()
+    for name, buffer in buffers.items():
+        assert torch.equal(buffer, expected[name]), name

@@ -21,6 +21,7 @@ from prl.planning.run_plan import MeshPlan
 from prl.runtime.checkpoints import latest_valid
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
+from prl.trainer.optimizer_offload import master_weights
 from prl.trainer.policy import seed_everything
 from prl.trainer.world import build_world
 
@@ -279,3 +280,15 @@ def test_a_full_disk_is_explained_and_the_older_checkpoint_survives(world, model
     (small_disk / "ballast").unlink()
     save(policy, small_disk, 3, asynchronous)
     assert latest_valid(small_disk)[0] == 3
+
+
+def test_masters_on_the_host_start_from_the_checkpoint_in_full(model_path, world):
+    """Not from what is left of it in the compute dtype."""
+    overrides = ["optim=adamw", "model.dtype=bfloat16", "memory_recipe.optim_cpu_offload=full"]
+    policy = build_policy(Job(model_path, optim=ADAMW, overrides=overrides), world)
+    masters = master_weights(policy.model, policy.optimizers)
+    for name, param in random_model(moe_card(), std=0.1).named_parameters():
+        assert torch.equal(masters[name].full_tensor(), param), name
+        held = policy.model.get_parameter(name).full_tensor()
+        assert held.dtype == torch.bfloat16
+        assert torch.equal(held, param.bfloat16()), name

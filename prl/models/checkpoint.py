@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -135,10 +135,10 @@ def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.de
     return model.requires_grad_(False).eval()
 
 
-def load_checkpoint(model: Qwen3Model, path: Path) -> None:
+def load_checkpoint(model: Qwen3Model, path: Path, params: Mapping[str, Tensor] | None = None) -> None:
     """`load_weights` from the files at `path`. Raises UserError when they are damaged or do not fit the model."""
     try:
-        load_weights(model, read_tensors(path))
+        load_weights(model, read_tensors(path), params)
     except ValueError as error:
         raise UserError(
             f"the checkpoint cannot be loaded: {error}",
@@ -173,12 +173,15 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def load_weights(model: Qwen3Model, tensors: Iterable[tuple[str, Any]]) -> None:
+def load_weights(
+    model: Qwen3Model, tensors: Iterable[tuple[str, Any]], params: Mapping[str, Tensor] | None = None
+) -> None:
     """Copy Hugging Face tensors (or lazy slices) into the model in place, each rank only its own part.
 
+    params: what to copy into instead of the model's parameters, by their names and sharded as they are.
     Raises ValueError naming what is missing, unknown or of another shape; parameters already copied stay copied.
     """
-    params = dict(model.named_parameters()) | model.checkpoint_buffers()
+    params = dict(params or model.named_parameters()) | model.checkpoint_buffers()
     missing = _expected_regions(model)
     for name, tensor in tensors:
         region = model.locate(name)

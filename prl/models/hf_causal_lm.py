@@ -153,7 +153,10 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
     with meta_parameters():
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     lm.tie_weights()
-    return HFCausalLM(lm.train(), card.model_copy(update={"family": "other"}))
+    check_head_bias(lm, path)
+    # in eval mode no dropout is at work, whatever config.json says: engines sample without, and recomputed layers would
+    # draw other numbers the second time
+    return HFCausalLM(lm.eval(), card.model_copy(update={"family": "other"}))
 
 
 def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
@@ -189,6 +192,16 @@ def check_supported(config: PretrainedConfig, path: Path | None) -> None:
             where=str(path),
             why="losses are computed from hidden states and the LM head's weight",
             fix="a model without these, or a custom implementation in prl/models",
+        )
+
+
+def check_head_bias(lm: PreTrainedModel, path: Path | None) -> None:
+    if lm.get_output_embeddings().bias is not None:
+        raise UserError(
+            f"The LM head of {lm.config.model_type} has a bias.",
+            where=str(path),
+            why="losses are computed from hidden states and the LM head's weight",
+            fix="a model without it, or a custom implementation in prl/models",
         )
 
 
@@ -228,13 +241,14 @@ def attend_packed(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D]."""
-    if s_aux is not None or dropout:
+    if s_aux is not None:
         raise UserError(
-            "Attention sinks and attention dropout are not supported.",
+            "Attention sinks are not supported.",
             where=type(module).__name__,
-            why="the packed attention kernels know neither",
-            fix="set attention_dropout to 0 in config.json, or take another model",
+            why="the packed attention kernels do not know them",
+            fix="another model",
         )
+    assert not dropout, "models run in eval mode"
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [N, H, D]
     usual = q.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:

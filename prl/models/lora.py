@@ -67,7 +67,7 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
     For models on the meta device, after expert parallelism and before compilation, checkpointing and sharding; fill
     the adapters by `init_adapters`. Raises UserError for a target that names nothing.
     """
-    freeze(model, base_dtype)
+    cast_parameters(model, base_dtype, requires_grad=False)
     missing = set(lora.targets)
     for module in list(model.modules()):
         if isinstance(module, Experts) and EXPERTS in lora.targets:
@@ -88,14 +88,14 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
         )
 
 
-def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """New parameters in place of the old, tied ones still tied; buffers stay as they are."""
-    frozen: dict[int, nn.Parameter] = {}
+def cast_parameters(model: nn.Module, dtype: torch.dtype, requires_grad: bool) -> None:
+    """New parameters in place of the old, tied ones still tied. Buffers stay: rotary frequencies need float32."""
+    cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(param) not in frozen:
-                frozen[id(param)] = nn.Parameter(param.data.to(dtype), requires_grad=False)
-            module.register_parameter(name, frozen[id(param)])
+            if id(param) not in cast:
+                cast[id(param)] = nn.Parameter(param.data.to(dtype), requires_grad=requires_grad)
+            module.register_parameter(name, cast[id(param)])
 
 
 def adapt_experts(module: Experts, lora: LoraConfig) -> None:

@@ -18,7 +18,7 @@ from prl.models.all_to_all_dispatch import AllToAllDispatch
 from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.deepep_dispatch import DeepEPDispatch
 from prl.models.fp8 import apply_fp8
-from prl.models.lora import LoraLinear, apply_lora, init_adapters
+from prl.models.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
 from prl.models.moe import Experts
 from prl.models.qwen3 import Qwen3Model
 from prl.trainer.activation_offload import apply_activation_offload
@@ -63,12 +63,21 @@ def build_sharded(config: RunConfig, path: Path | None, world: World) -> Qwen3Mo
         apply_lora(model, config.memory_recipe.lora, compute_dtype(config))
         check_head(model)
     elif config.memory_recipe.optim_cpu_offload == "full":
-        model.to(compute_dtype(config))  # the float32 master weights live on the host
+        cast_parameters(model, compute_dtype(config), requires_grad=True)  # float32 masters live on the host
     apply_compile(model, config.memory_recipe.compile)
     apply_checkpointing(model, config.memory_recipe.ac, config.memory_recipe.compile)
     apply_activation_offload(model, config.memory_recipe.ac_offloading, world.device)
     apply_fsdp(model, config, world)
-    return model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)
+    model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)
+    move_buffers(model, world.device)
+    return model
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """To where the model computes; FSDP offloads and gathers parameters alone."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def check_head(model: Qwen3Model) -> None:

@@ -12,13 +12,14 @@ from torch import Tensor
 from prl.config.schema import OptimConfig, RunConfig
 from prl.metrics.mfu import packed_flops
 from prl.models.attention import activate_attention, packed_attention
+from prl.models.checkpoint import load_checkpoint
 from prl.models.moe import RoutingRecorder
 from prl.models.qwen3 import Attend
 from prl.trainer.context_parallel import ContextGroup, context_attention, shard_row, sum_over_context
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.head import logprob_head
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
-from prl.trainer.optimizer_offload import local_gradients, offload_optimizers
+from prl.trainer.optimizer_offload import local_gradients, master_weights, offload_optimizers
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import World
 from prl.transport.batch import MicroBatch
@@ -47,6 +48,9 @@ class Policy:
         self.optimizers = offload_optimizers(
             build_optimizers(self.model, optim), config.memory_recipe.optim_cpu_offload, world.device
         )
+        masters = master_weights(self.model, self.optimizers)
+        if masters and model_path is not None and not config.memory_recipe.lora.rank:
+            load_checkpoint(self.model, model_path, masters)  # in float32, which the model was too narrow for
         self.context = context_group(config, world)
         self.lr = 0.0
         self.flops_formula = ""  # of what `flops` returned last
