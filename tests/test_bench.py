@@ -124,9 +124,14 @@ def test_stack(tmp_path):
         (["bench.doc_len=64", "seq_len=32"], "seq_len=64"),
         (["bench.doc_len=[64,32]", "bench.lengths=variable"], "bench.doc_len=64"),
         (["bench.target=transformers", "parallelism=fsdp"], "parallelism=single"),
+        (["bench.target=transformers", "memory=lora"], "memory=none"),
+        (["bench.target=transformers", "memory_recipe.compile=true"], "memory=none"),
+        (["bench.target=transformers", "optim=muon"], "optim=adamw"),
+        (["bench.target=transformers", "model.fp8=emulated"], "model.fp8=none"),
+        (["bench.target=transformers", "bench.random_weights=false"], "bench.random_weights=true"),
         (["bench.target=stack", "algo.group_size=1"], "algo.group_size=8"),
     ],
-    ids=["row too short", "list and variable", "transformers alone", "rules of the stack"],
+    ids=" ".join,
 )
 def test_rules(overrides, fix):
     with pytest.raises(ConfigError) as error:

@@ -19,9 +19,11 @@ COMMON_RULES: tuple[Rule, ...] = (
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     model.fp8_fits_the_model,
+    model.attention_kernels_fit,
     parallelism.ep_divides_experts,
     parallelism.ep_fits_the_fsdp_island,
     parallelism.deepep_fits_the_mesh,
+    parallelism.deepep_keys_take_effect,
     parallelism.pieces_travel,
     parallelism.deepep_can_run,
     parallelism.ulysses_divides_heads,
@@ -34,6 +36,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     memory.offloads_exclude_each_other,
     memory.the_host_steps_elementwise,
     memory.ac_targets_exist,
+    memory.ac_keys_take_effect,
     memory.lora_targets_exist,
     memory.lora_fits_the_kernels,
     deployment.fsdp_groups_need_nodes,
@@ -54,6 +57,7 @@ BENCH_RULES: tuple[Rule, ...] = (
     bench.documents_fit_the_row,
     bench.variable_lengths_have_one_maximum,
     bench.transformers_has_one_device,
+    bench.transformers_stays_plain,
 )
 
 

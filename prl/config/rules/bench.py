@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
-from prl.config.schema import RunConfig
+from prl.config.schema import MemoryConfig, RunConfig
 from prl.config.world import resolve_world
 
 
@@ -43,3 +43,28 @@ def transformers_has_one_device(config: RunConfig) -> Iterator[UserError]:
             why="the comparison is a plain training loop in one process",
             fix="parallelism=single",
         )
+
+
+def transformers_stays_plain(config: RunConfig) -> Iterator[UserError]:
+    """What the plain loop would pass over in silence."""
+    assert config.bench is not None
+    if config.bench.target != "transformers":
+        return
+    usual = MemoryConfig()
+    levers = [key for key in MemoryConfig.model_fields if getattr(config.memory_recipe, key) != getattr(usual, key)]
+    for passed_over, where, fix in (
+        (bool(levers), ", ".join(f"memory_recipe.{key}" for key in levers), "memory=none"),
+        (config.model.fp8 != "none", f"model.fp8={config.model.fp8}", "model.fp8=none"),
+        (config.model.attn not in ("auto", "sdpa"), f"model.attn={config.model.attn}", "model.attn=auto"),
+        (config.optim.type != "adamw", f"optim.type={config.optim.type}", "optim=adamw"),
+        (not config.bench.random_weights, "bench.random_weights=false", "bench.random_weights=true"),
+        (config.model.card.family == "other", "model.card.family=other", "a model of family qwen3 or qwen3_moe"),
+    ):
+        if passed_over:
+            yield UserError(
+                "Plain transformers is measured plain.",
+                where=f"bench.target=transformers, {where}",
+                why="the comparison is AdamW over all weights, SDPA, whole logits, and of levers its own gradient "
+                "checkpointing alone (bench.baseline_checkpointing)",
+                fix=fix,
+            )

@@ -45,3 +45,12 @@ def fsdp_groups_need_nodes(config: RunConfig) -> Iterator[UserError]:
             why="it must divide num_train_nodes",
             fix=f"deployment.nodes_per_fsdp_group={next_divisor(group, deployment.num_train_nodes)}",
         )
+    elif config.parallelism.dp_replicate not in (1, deployment.num_train_nodes // group):
+        replicas = deployment.num_train_nodes // group
+        yield UserError(
+            f"The weights cannot have both {config.parallelism.dp_replicate} and {replicas} replicas.",
+            where=f"parallelism.dp_replicate={config.parallelism.dp_replicate}, "
+            f"deployment.nodes_per_fsdp_group={group}, deployment.num_train_nodes={deployment.num_train_nodes}",
+            why="nodes_per_fsdp_group sets dp_replicate to num_train_nodes / nodes_per_fsdp_group",
+            fix=f"parallelism.dp_replicate={replicas}, or deployment.nodes_per_fsdp_group=null",
+        )

@@ -50,6 +50,24 @@ def ac_targets_exist(config: RunConfig) -> Iterator[UserError]:
             )
 
 
+def ac_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+    ac = config.memory_recipe.ac
+    if ac.freq > 1 and ac.mode != "full":
+        yield UserError(
+            f"No layers are counted for checkpointing every {ac.freq}.",
+            where=f"memory_recipe.ac.freq={ac.freq}, memory_recipe.ac.mode={ac.mode}",
+            why="freq belongs to mode full; selective checkpointing works in every layer",
+            fix="memory_recipe.ac.mode=full, or memory_recipe.ac.freq=1",
+        )
+    if ac.targets and ac.mode != "selective":
+        yield UserError(
+            f"Nothing is recomputed by target in mode {ac.mode}.",
+            where=f"memory_recipe.ac.targets=[{','.join(ac.targets)}], memory_recipe.ac.mode={ac.mode}",
+            why="targets belong to mode selective; full recomputes whole layers, none recomputes nothing",
+            fix="memory_recipe.ac.mode=selective, or memory_recipe.ac.targets=[]",
+        )
+
+
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 

@@ -86,6 +86,30 @@ def engine_knows_the_model(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def attention_kernels_fit(config: RunConfig) -> Iterator[UserError]:
+    """Whether the package that holds them is installed is seen when they are activated."""
+    model, parallelism = config.model, config.parallelism
+    if model.attn.startswith("flash"):
+        for broken, where, fix in (
+            (model.dtype == "float32", "model.dtype=float32", "model.dtype=bfloat16"),
+            (config.deployment.device == "cpu", "deployment.device=cpu", "deployment.device=cuda"),
+        ):
+            if broken:
+                yield UserError(
+                    f"{model.attn} cannot run.",
+                    where=f"model.attn={model.attn}, {where}",
+                    why="flash kernels compute in bfloat16 on GPUs; SDPA would run in their place",
+                    fix=f"model.attn=auto, or {fix}",
+                )
+    elif model.attn == "sdpa" and parallelism.cp > 1 and parallelism.cp_style == "ring":
+        yield UserError(
+            "A ring cannot run SDPA.",
+            where=f"model.attn=sdpa, parallelism.cp={parallelism.cp}, parallelism.cp_style=ring",
+            why="parts of the keys are put together by their log-sum-exp, which only the flash kernels return",
+            fix="model.attn=auto, or parallelism.cp_style=ulysses",
+        )
+
+
 FP8_BLOCK = 128
 
 

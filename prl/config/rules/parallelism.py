@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from prl.config.errors import UserError
 from prl.config.rules.rule import next_divisor
-from prl.config.schema import RunConfig
+from prl.config.schema import ParallelismConfig, RunConfig
 from prl.config.world import requested_devices, resolve_world
 
 
@@ -77,6 +77,22 @@ def deepep_fits_the_mesh(config: RunConfig) -> Iterator[UserError]:
             why="one half of them sends, the other receives, so the number must be even",
             fix=f"parallelism.deepep_num_sms={parallelism.deepep_num_sms + 1}",
         )
+
+
+def deepep_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+    parallelism, usual = config.parallelism, ParallelismConfig()
+    if parallelism.ep_comm_backend == "deepep":
+        return
+    for key in ("deepep_num_sms", "deepep_token_chunk_size"):
+        value = getattr(parallelism, key)
+        if value != getattr(usual, key):
+            yield UserError(
+                f"Nothing reads {key}.",
+                where=f"parallelism.{key}={value}, parallelism.ep_comm_backend={parallelism.ep_comm_backend}",
+                why="it is a key of DeepEP's",
+                fix=f"parallelism.{key}={'null' if getattr(usual, key) is None else getattr(usual, key)}, "
+                "or parallelism.ep_comm_backend=deepep",
+            )
 
 
 def pieces_travel(config: RunConfig) -> Iterator[UserError]:
@@ -181,14 +197,32 @@ def mesh_fills_the_devices(config: RunConfig) -> Iterator[UserError]:
 
 
 def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
-    if config.model.impl != "hf" and config.model.card.family != "other":
+    model, memory, world = config.model, config.memory_recipe, resolve_world(config)
+    if model.impl != "hf" and model.card.family != "other":
         return
-    memory, world = config.memory_recipe, resolve_world(config)
+    if model.impl == "custom":
+        yield UserError(
+            f"There is no code of ours for {model.name}.",
+            where="model.impl=custom, model.card.family=other",
+            why="prl/models knows the families qwen3 and qwen3_moe",
+            fix="model.impl=hf",
+        )
     for broken, where, fix in (
         (world.ep > 1, f"parallelism.ep={world.ep}", "parallelism.ep=1"),
         (world.cp > 1, f"parallelism.cp={world.cp}", "parallelism.cp=1"),
         (memory.ac.mode == "selective", "memory_recipe.ac.mode=selective", "memory_recipe.ac.mode=full"),
         (memory.compile, "memory_recipe.compile=true", "memory_recipe.compile=false"),
+        (model.fp8 != "none", f"model.fp8={model.fp8}", "model.fp8=none"),
+        (
+            model.router_bias_update_rate > 0,
+            f"model.router_bias_update_rate={model.router_bias_update_rate}",
+            "model.router_bias_update_rate=0",
+        ),
+        (
+            config.job == "rl" and config.inference.return_routed_experts,
+            "inference.return_routed_experts=true",
+            "inference.return_routed_experts=false",
+        ),
         (
             memory.fused_lm_head_token_chunk_size != "disabled",
             f"memory_recipe.fused_lm_head_token_chunk_size={memory.fused_lm_head_token_chunk_size}",
@@ -196,5 +230,8 @@ def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
         ),
     ):
         if broken:
-            why = "EP, CP, selective checkpointing, compilation and the chunked LM head need model.impl=custom"
+            why = (
+                "EP, CP, selective checkpointing, compilation, FP8, router biases, replayed routing and the chunked LM "
+                "head need model.impl=custom"
+            )
             yield UserError("Hugging Face model code cannot do this.", where=where, why=why, fix=fix)
