@@ -231,7 +231,7 @@ def test_bias_evens_out_a_skewed_router(alone):
 
 def test_bias_chooses_and_does_not_weigh():
     logits = torch.randn(50, 6, requires_grad=True)
-    bias = torch.tensor([0.5, 0, 0, 0, 0, -0.5])
+    bias = torch.tensor([2.0, 0, 0, 0, 0, -2.0])  # beyond any difference of probabilities
     weights, experts = route(logits, 2, True, bias=bias)
     assert (experts == 0).any(1).all()
     assert not (experts == 5).any()

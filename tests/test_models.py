@@ -15,6 +15,7 @@ from prl.models.checkpoint import (
     check_card,
     copy_tokenizer,
     hf_tensors,
+    load_checkpoint,
     load_model,
     load_weights,
     random_checkpoint,
@@ -182,7 +183,11 @@ def test_a_damaged_shard_is_named(saved):
 
 
 def test_a_missing_shard_is_noticed(saved):
-    sorted(saved.glob("*.safetensors"))[1].unlink()
+    victim = sorted(saved.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(UserError, match=f"{victim.name} is damaged or missing"):
+        load_model(saved, CARDS["moe"], torch.float32, CPU)
+    (saved / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match=r"tensors are missing from the checkpoint, among them for layers\.\d"):
         load_model(saved, CARDS["moe"], torch.float32, CPU)
 
@@ -194,6 +199,7 @@ def test_no_safetensors_at_all_is_explained(tmp_path):
 
 def test_a_tensor_without_a_place_is_named(saved):
     save_file({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, saved / "zz.safetensors")
+    (saved / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match=r"self_attn\.q_proj\.bias has no place"):
         load_model(saved, CARDS["moe"], torch.float32, CPU)
 
@@ -260,3 +266,35 @@ def test_an_export_with_its_tokenizer_stands_alone(tmp_path):
     )
     out = model.generate(**prompt, max_new_tokens=4, do_sample=False)
     assert out.shape[1] <= prompt["input_ids"].shape[1] + 4
+
+
+def test_weights_are_those_that_the_index_lists(tmp_path):
+    """Some checkpoints bring the same weights a second time under other names, for other programs."""
+    card = CARDS["moe tied"]
+    model = random_model(card)
+    save_checkpoint(hf_tensors(model), tmp_path, card, shard_bytes=20_000)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    again = Qwen3Model(card)
+    load_checkpoint(again, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}},
+    ],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_scaled_rotary_embedding_is_not_passed_over(field, tmp_path):
+    card = CARDS["moe tied"]
+    save_checkpoint(hf_tensors(random_model(card)), tmp_path, card)
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_card(tmp_path, card)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": None}))
+    check_card(tmp_path, card)
+    (tmp_path / "config.json").write_text(json.dumps(config | field))
+    with pytest.raises(UserError, match="rope_type"):
+        check_card(tmp_path, card)
+    check_card(tmp_path, card.model_copy(update={"family": "other"}))

@@ -52,7 +52,11 @@ def _download(repo_id: str) -> Path:
 
     try:
         return Path(
-            snapshot_download(repo_id, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"])
+            snapshot_download(
+                repo_id,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
+                ignore_patterns=["consolidated*", "original/*"],  # the same weights once more, for other programs
+            )
         )
     except Exception as error:  # the hub client raises a dozen unrelated types for "not there" and "no network"
         raise UserError(
@@ -100,12 +104,21 @@ def check_card(path: Path, card: ModelCard) -> None:
             where=str(path / "config.json"),
             fix="model.path=/path/to/a/Hugging-Face/checkpoint",
         ) from error
-    config |= config.get("rope_parameters") or {}  # where transformers 5 writes rope_theta
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}  # as transformers 5 and 4 have it
+    config |= rotary
     wrong = [
         f"{key}: card {value}, checkpoint {config[key]}"
         for key, value in _described(card).items()
         if key in config and config[key] != value and key not in ("architectures", "torch_dtype", "dtype")
     ]
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if kind != "default" and card.family != "other":
+        raise UserError(
+            f"rotary embeddings of rope_type {kind} are not built here",
+            where=str(path / "config.json"),
+            why="the models of prl/models know the usual ones only",
+            fix="model.impl=hf, or remove rope_scaling from config.json if sequences are short",
+        )
     if wrong:
         raise UserError(
             "the model card does not describe this checkpoint: " + "; ".join(wrong),
@@ -152,7 +165,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
     """(name, slice) of every tensor in the checkpoint; a slice reads from disk what is indexed out of it."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(Path(path).glob("*.safetensors"))
+    files = weight_files(path)
     if not files:
         raise UserError(
             "no *.safetensors in the checkpoint directory",
@@ -164,12 +177,20 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
         for file in files:
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
-            except SafetensorError as error:
+            except (SafetensorError, FileNotFoundError) as error:
                 raise UserError(
-                    f"{file.name} is damaged: {error}", where=str(file), fix="fetch the file again"
+                    f"{file.name} is damaged or missing: {error}", where=str(file), fix="fetch the file again"
                 ) from error
             for name in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
                 yield name, handle.get_slice(name)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Those that the index lists, else model.safetensors, else all there are."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        return sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
 
 
 @torch.no_grad()

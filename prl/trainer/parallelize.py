@@ -33,7 +33,8 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
     Without a path the weights are random and drawn in place, part by part (benchmarks).
     """
     if path is not None:
-        check_card(path, config.model.card)
+        card = config.model.card
+        check_card(path, card.model_copy(update={"family": "other"}) if config.model.impl == "hf" else card)
     model = build_sharded(config, path, world)
     if path is not None:
         load_checkpoint(model, path)
