@@ -11,6 +11,7 @@ README = ROOT / "README.md"
 
 HF = ["datasets>=3"]
 MATH = [*HF, "math-verify>=0.8"]
+FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.5.3"]  # measured together: prl/README.md
 DEV = [
     *MATH,
     "build",
@@ -58,6 +59,6 @@ setup(
         "transformers>=5,<6",
         "wandb",
     ],
-    extras_require={"dev": DEV, "hf": HF, "math": MATH},
+    extras_require={"dev": DEV, "fa4": FA4, "hf": HF, "math": MATH},
     entry_points={"console_scripts": ["prl = prl.cli:main"]},
 )

@@ -3,6 +3,7 @@
 import math
 import os
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from trainer_ranks import Job, build_policy, rows_of, run_job, save, train_step
 
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
-from prl.models.attention import packed_attention
+from prl.models.attention import activate_attention, packed_attention
 from prl.models.checkpoint import hf_tensors, save_checkpoint
 from prl.models.qwen3 import rotary_tables
 from prl.planning.run_plan import MeshPlan
@@ -292,3 +293,10 @@ def test_masters_on_the_host_start_from_the_checkpoint_in_full(model_path, world
         held = policy.model.get_parameter(name).full_tensor()
         assert held.dtype == torch.bfloat16
         assert torch.equal(held, param.bfloat16()), name
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="the kernels are installed")
+def test_missing_attention_kernels_name_what_to_install():
+    with pytest.raises(UserError, match="flash-attn-4") as error:
+        activate_attention("flash_attention_4")
+    assert error.value.fix.startswith('pip install -e ".[fa4]"')

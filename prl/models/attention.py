@@ -58,12 +58,14 @@ def activate_attention(impl: AttentionImpl) -> None:
     try:
         activate_flash_attention_impl(f"FA{impl[-1]}")
     except (ImportError, RuntimeError, ValueError) as error:
-        package = "flash-attn-4" if impl.endswith("4") else "flash_attn_interface, from FlashAttention's hopper folder"
+        package, install = "flash_attn_interface, from FlashAttention's hopper folder", "install it"
+        if impl.endswith("4"):
+            package, install = "flash-attn-4", 'pip install -e ".[fa4]"'
         raise UserError(
             f"{impl} cannot be activated: {error}",
             where=f"model.attn={impl}",
             why=f"PyTorch takes these kernels from a package of their own ({package})",
-            fix="install it, or model.attn=auto",
+            fix=f"{install}, or model.attn=auto",
         ) from error
 
 
