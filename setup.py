@@ -11,7 +11,7 @@ README = ROOT / "README.md"
 
 HF = ["datasets>=3"]
 MATH = [*HF, "math-verify>=0.8"]
-FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.5.3"]  # measured together: prl/README.md
+FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.5.3"]  # measured: prl/README.md
 DEV = [
     *MATH,
     "build",

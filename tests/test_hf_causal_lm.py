@@ -11,11 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
-from prl.config.schema import ModelCard
+from prl.config.schema import ModelCard, OptimConfig
 from prl.models.attention import packed_attention
 from prl.models.checkpoint import check_card, copy_tokenizer, hf_tensors, load_checkpoint, read_tensors, save_checkpoint
 from prl.models.hf_causal_lm import HFCausalLM, build_hf_model
 from prl.planning.run_plan import MeshPlan
+from prl.trainer.optim import build_optimizers
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import build_world
 
@@ -284,3 +285,15 @@ def test_buffers_stay_float32(memory, tmp_path, world):
     assert buffers.keys() == expected.keys()
     for name, buffer in buffers.items():
         assert torch.equal(buffer, expected[name]), name
+
+
+def test_muon_leaves_embeddings_alone_whatever_they_are_called(tmp_path, world):
+    model = plain_model("gpt2")
+    model.save_pretrained(tmp_path)
+    ours = build_model(hf_config(card_of(model)), tmp_path, world)
+    muon, adamw = build_optimizers(ours, OptimConfig(type="muon"))
+    names = {param: name for name, param in ours.named_parameters()}
+    of_muon = {names[param] for group in muon.param_groups for param in group["params"]}
+    assert all(".attn." in name or ".mlp." in name for name in of_muon), of_muon
+    assert len(of_muon) == 8
+    assert {"transformer.wte.weight", "transformer.wpe.weight"} <= {names[p] for p in adamw.param_groups[0]["params"]}

@@ -25,7 +25,10 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     if config.type == "sgd":
         groups = by_mesh(params.values())
         return [torch.optim.SGD(groups, config.lr, config.momentum, weight_decay=config.weight_decay)]
-    hidden = {n: p for n, p in params.items() if config.type == "muon" and is_hidden_matrix(n, p)}
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # whatever the family calls them
+    hidden = {
+        n: p for n, p in params.items() if config.type == "muon" and is_hidden_matrix(n, p) and id(p) not in tables
+    }
     rest = by_mesh(p for n, p in params.items() if n not in hidden)
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
@@ -57,7 +60,8 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
     """Matrices between hidden states. Not the router: moving all its rows alike changes no choice, and orthogonalising
     would blow up just that direction.
     """
-    return param.dim() == 2 and not any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate."))
+    others = ("embed_tokens", "embed_out", "lm_head", "mlp.gate.", ".router.")
+    return param.dim() == 2 and not any(part in name for part in others)
 
 
 def lr_factor(step: int, max_steps: int, schedule: ScheduleConfig) -> float:
