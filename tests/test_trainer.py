@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import moe_card, random_model
-from trainer_ranks import Job, build_policy, rows_of, run_job, save, train_step
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save, train_step
 
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
@@ -23,6 +24,7 @@ from prl.runtime.checkpoints import latest_valid
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
 from prl.trainer.optimizer_offload import master_weights
+from prl.trainer.parallelize import build_model
 from prl.trainer.policy import seed_everything
 from prl.trainer.world import build_world
 
@@ -300,3 +302,18 @@ def test_missing_attention_kernels_name_what_to_install():
     with pytest.raises(UserError, match="flash-attn-4") as error:
         activate_attention("flash_attention_4")
     assert error.value.fix.startswith('pip install -e ".[fa4]"')
+
+
+def test_replicas_draw_the_same_random_weights():
+    """HSDP keeps replicas equal by their gradients alone, so they must start equal."""
+    drawn = []
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        world = build_world(MeshPlan(dp_replicate=2, dp_shard=2, cp=1, ep=1), torch.device("cpu"))
+        model = build_model(job_config(Job("", overrides=["parallelism=hsdp2"])), None, world)
+        drawn.append([param.to_local().clone() for param in model.parameters()])
+        dist.destroy_process_group()
+    first, second, *replica = drawn
+    for one, other in zip((first, second), replica, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(first[0], second[0])

@@ -39,7 +39,7 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
     if path is not None:
         load_checkpoint(model, path)
     else:
-        draw_weights(model, config.seed + world.rank)
+        draw_weights(model, config.seed + world.dense.get_local_rank("fsdp"))  # the same on every replica
     init_adapters(model, config.seed)
     return model
 
