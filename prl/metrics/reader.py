@@ -30,7 +30,7 @@ class Tail:
             return []
         complete = data.rfind(b"\n") + 1
         self.offset += complete
-        return [row for line in data[:complete].splitlines() if (row := _parse(line)) is not None]
+        return _parse_all(data[:complete])
 
 
 def read_rows(run_dir: Path, role_name: str) -> list[Row]:
@@ -53,6 +53,18 @@ def truncate_rows(run_dir: Path, resume_step: int) -> None:
 def _is_kept(line: bytes, resume_step: int) -> bool:
     row = _parse(line)
     return row is not None and row.get("step", 0) <= resume_step
+
+
+def _parse_all(data: bytes) -> list[Row]:
+    """The rows of whole lines. All at once, a third of the time, unless one is torn or a number is not finite."""
+    if not any(f'"{word}"'.encode() in data for word in NOT_FINITE):
+        try:
+            rows = json.loads(b"[" + b",".join(data.splitlines()) + b"]")
+        except ValueError:
+            pass
+        else:
+            return [row for row in rows if isinstance(row, dict)]
+    return [row for line in data.splitlines() if (row := _parse(line)) is not None]
 
 
 def _parse(line: bytes) -> Row | None:

@@ -1,0 +1,1 @@
+"""Points of a sweep side by side: read, grouped over seeds, ranked at the same budget, drawn."""

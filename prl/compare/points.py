@@ -1,0 +1,132 @@
+"""Points as they lie in run directories, whatever state they are in."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prl.compare.curves import ROLES, Curves, make_curves
+from prl.config.errors import UserError
+from prl.metrics.reader import read_rows
+from prl.runtime.rundir import is_locked
+from prl.runtime.status_file import FINAL_STATES, read_status
+
+SWEEP_FILE = "sweep.json"
+LOST_AFTER_S = 120.0  # a live run rewrites its status every second; a lock held on another machine may be invisible
+
+
+@dataclass
+class Point:
+    """One point of a sweep.
+
+    `state` is that of status.json, or "lost" (it says that it is alive and is not), "not started" (a frozen plan and
+    nothing more) or "missing" (listed in sweep.json, and nothing there). `devices` counts those of trainer and engines.
+    """
+
+    name: str
+    state: str
+    why: str = ""
+    point_id: str = ""
+    job: str = ""
+    step: int = 0
+    max_steps: int | None = None
+    devices: int | None = None
+    swept: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    curves: Curves | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.state == "done"
+
+
+def read_directory(target: Path) -> list[Point]:
+    """The points of a sweep directory in the order of its sweep.json, or of a single run.
+
+    Raises UserError if there is none.
+    """
+    if (target / "plan.json").exists():
+        return [read_point(target, target.name)]
+    listed = _listed_points(target)
+    paths = {path.resolve(): entry for path, entry in listed}
+    found = [path for path in find_runs(target) if path.resolve() not in paths]
+    points = [read_point(path, _name(path, target), entry) for path, entry in listed]
+    points += [read_point(path, _name(path, target)) for path in found]
+    if not points:
+        raise UserError(
+            f"there is no run in {target}",
+            where=str(target),
+            why="a run is a directory with a plan.json, at any depth",
+            fix="name the directory of a sweep, say outputs/sweeps/NAME",
+        )
+    return points
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """Directories with a plan.json at any depth, not looking into them."""
+    found = []
+    for path in sorted(directory.iterdir()):
+        if (path / "plan.json").exists():
+            found.append(path)
+        elif path.is_dir():
+            found += find_runs(path)
+    return found
+
+
+def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> Point:
+    """One run directory, which may lack anything.
+
+    Args:
+        listed: its entry in sweep.json.
+    """
+    listed = listed or {}
+    plan = _read_json(path / "plan.json")
+    config = plan.get("config", {})
+    status = read_status(path)
+    roles = plan.get("roles", [])
+    failure = status.get("failure") or {}
+    point = Point(
+        name=name,
+        state=_state(path, bool(plan), status),
+        why=f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else "",
+        point_id=plan.get("point_id") or listed.get("point_id", ""),
+        job=config.get("job", ""),
+        step=status.get("step", 0),
+        max_steps=config.get("max_steps"),
+        devices=len({(role["node"], device) for role in roles for device in role["devices"]}) or None,
+        swept=config.get("swept") or listed.get("swept", {}),
+        config=config,
+    )
+    rows = {role: read_rows(path, role) for role in ROLES}
+    if any(rows.values()):
+        point.curves = make_curves(point.job, rows, point.devices)
+        point.step = max(point.step, point.curves.steps[-1])
+    return point
+
+
+def _state(path: Path, has_plan: bool, status: dict[str, Any]) -> str:
+    if not status:
+        return "not started" if has_plan else "missing"
+    silent = time.time() - status.get("updated", 0.0) > LOST_AFTER_S
+    lost = status["state"] not in FINAL_STATES and silent and not is_locked(path)
+    return "lost" if lost else status["state"]
+
+
+def _listed_points(target: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Path and entry of each point in sweep.json; a relative `dir` is one below the sweep's."""
+    return [(target / entry["dir"], entry) for entry in _read_json(target / SWEEP_FILE).get("points", [])]
+
+
+def _name(path: Path, target: Path) -> str:
+    return str(path.relative_to(target)) if path.is_relative_to(target) else str(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

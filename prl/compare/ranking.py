@@ -1,0 +1,181 @@
+"""Groups of points that differ in their seed alone, ranked at a budget that all of them have spent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prl.compare.columns import SEED, swept_columns, value_of
+from prl.compare.curves import AXES, HELD_OUT, TRAINING, Axis, Metric
+from prl.compare.points import Point
+from prl.compare.stats import half_width, holm, mean, welch_p
+from prl.config.errors import UserError
+
+ALPHA = 0.05
+CLOSE = 0.95  # of the budget: a value from before that is worth a word
+
+
+@dataclass
+class Group:
+    """Points with the same values of all columns but the seed. `values` are those of the ranked points."""
+
+    key: tuple[str, ...]
+    points: list[Point]
+    values: list[float] = field(default_factory=list)
+    rank: int | None = None
+    p: float | None = None  # against the best, corrected
+    verdict: str = ""
+
+    @property
+    def mean(self) -> float | None:
+        return mean(self.values) if self.values else None
+
+    @property
+    def half_width(self) -> float | None:
+        return half_width(self.values)
+
+    def figure(self, name: str) -> float | None:
+        """Mean of a figure over the points that have it and are done; over all that have it if none is done."""
+        of_done = [p.curves.figures[name] for p in self.points if p.is_done and p.curves and name in p.curves.figures]
+        of_all = [p.curves.figures[name] for p in self.points if p.curves and name in p.curves.figures]
+        chosen = of_done or of_all
+        return mean(chosen) if chosen else None
+
+
+@dataclass
+class Comparison:
+    """All that tables, files and page show. `values`: (spent, value) of points that got to the budget, by name."""
+
+    title: str
+    axis: Axis
+    metric: Metric | None
+    held_out: bool
+    budget: float | None
+    columns: list[str]
+    groups: list[Group]
+    values: dict[str, tuple[float, float]]
+    ranked: set[str]  # names of the points that count
+    notes: list[str]
+
+    @property
+    def group_columns(self) -> list[str]:
+        return [key for key in self.columns if key != SEED]
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for group in self.groups for point in group.points]
+
+
+def compare(title: str, points: list[Point], axis: Axis) -> Comparison:
+    """Group, and rank at the largest budget that all finished points reached.
+
+    Raises UserError when the axis cannot be told for a point.
+    """
+    jobs = sorted({point.job for point in points if point.job})
+    if len(jobs) > 1:
+        raise UserError(
+            f"{title} holds points of different jobs: {', '.join(jobs)}",
+            why="a reward and a loss cannot be ranked together",
+            fix="name a directory with points of one job",
+        )
+    columns = swept_columns(points)
+    job = jobs[0] if jobs else ""
+    metric, held_out = _choose_metric(job, points)
+    result = Comparison(title, axis, metric, held_out, None, columns, _group(points, columns), {}, set(), [])
+    ranked = _choose_ranked(result, points)
+    result.ranked = {point.name for point in ranked}
+    if metric is not None and ranked:
+        _measure(result, ranked)
+    _rank(result)
+    _add_notes(result, len(ranked))
+    return result
+
+
+def _choose_metric(job: str, points: list[Point]) -> tuple[Metric | None, bool]:
+    held_out = any(point.curves and point.curves.held_out for point in points)
+    return (HELD_OUT if held_out else TRAINING).get(job), held_out
+
+
+def _group(points: list[Point], columns: list[str]) -> list[Group]:
+    groups: dict[tuple[str, ...], Group] = {}
+    for point in points:
+        key = tuple(value_of(point, column) for column in columns if column != SEED)
+        groups.setdefault(key, Group(key, [])).points.append(point)
+    return list(groups.values())
+
+
+def _choose_ranked(result: Comparison, points: list[Point]) -> list[Point]:
+    """Finished points with values; while none has finished, all that have any."""
+    with_values = [point for point in points if point.curves and point.curves.series(result.held_out)]
+    done = [point for point in with_values if point.is_done]
+    if with_values and not done:
+        result.notes.append("No point has finished yet: those with values are ranked, whatever becomes of them.")
+    ranked = done or with_values
+    unknown = [point.name for point in ranked if point.curves and not point.curves.reached(result.axis)]
+    if unknown and result.axis != "steps":
+        raise UserError(
+            f"the {AXES[result.axis]} of {unknown[0]} are not known",
+            where=f"--at {result.axis}",
+            why="its metrics or its plan do not hold them",
+            fix="--at steps",
+        )
+    return ranked
+
+
+def _measure(result: Comparison, ranked: list[Point]) -> None:
+    """The common budget, and every point's value at it if it got that far."""
+    result.budget = min(point.curves.reached(result.axis) for point in ranked if point.curves)
+    for point in result.points:
+        if point.curves and point.curves.reached(result.axis) >= result.budget:
+            found = point.curves.last_within(result.axis, result.budget, result.held_out)
+            if found is not None:
+                result.values[point.name] = found
+
+
+def _rank(result: Comparison) -> None:
+    """Order groups by their mean, and points within a group by theirs; then say what can be told from the best."""
+    sign = -1 if result.metric is None or result.metric.higher_is_better else 1
+    for group in result.groups:
+        counted = [p.name for p in group.points if p.name in result.ranked and p.name in result.values]
+        group.values = [result.values[name][1] for name in counted]
+    result.groups.sort(key=lambda g: (not g.values, sign * g.mean if g.mean is not None else 0.0))
+    with_values = [group for group in result.groups if group.values]
+    for number, group in enumerate(with_values, 1):
+        group.rank = number
+    if len(with_values) > 1:
+        _judge(with_values[0], with_values[1:])
+
+
+def _judge(best: Group, others: list[Group]) -> None:
+    best.verdict = "best"
+    raw = [(group, welch_p(best.values, group.values)) for group in others]
+    tested = [(group, p) for group, p in raw if p is not None]
+    for group, _ in raw:
+        group.verdict = "too few seeds"
+    for (group, _), p in zip(tested, holm([p for _, p in tested]), strict=True):
+        group.p = p
+        group.verdict = "indistinguishable" if p > ALPHA else "worse"
+
+
+def _add_notes(result: Comparison, ranked: int) -> None:
+    if result.budget is None or result.metric is None:
+        result.notes.append("No point has a value to rank by.")
+        return
+    unit, budget = AXES[result.axis], format_budget(result.axis, result.budget)
+    better = "higher" if result.metric.higher_is_better else "lower"
+    which = f"the most that all {ranked} ranked points reached" if ranked > 1 else "the end of the one ranked point"
+    head = f"{result.metric.label} ({better} is better) at {budget} {unit}, {which}"
+    head += "; each value is the last at or before it"
+    used = [spent for name, (spent, _) in result.values.items()]
+    if used and result.budget and min(used) < CLOSE * result.budget:
+        head += f", the earliest from {min(used) / result.budget:.0%} of it"
+    result.notes.insert(0, head + ".")
+    if not result.held_out:
+        result.notes.append(
+            "No point has a held-out value (eval.interval=0?): ranked by the training value, a weaker claim."
+        )
+    if any(len(group.values) == 1 for group in result.groups) and len(result.groups) > 1:
+        result.notes.append("Groups of one seed have no interval, and nothing says that their differences are real.")
+
+
+def format_budget(axis: Axis, budget: float) -> str:
+    return f"{budget:.4g}" if axis == "gpu_hours" else f"{budget:,.0f}"

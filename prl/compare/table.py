@@ -1,0 +1,249 @@
+"""The comparison as rows and cells, as text for a terminal, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from prl.compare.columns import value_of
+from prl.compare.points import Point
+from prl.compare.ranking import Comparison, Group
+from prl.compare.stats import FOOTNOTE
+from prl.runtime.view import clock
+
+FIGURES = {  # figure -> heading
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_per_gpu": "per GPU",
+    "mfu": "MFU",
+    "peak_memory_gib": "peak GiB",
+    "mismatch_kl": "mismatch KL",
+    "staleness": "staleness",
+    "wall_s": "wall",
+    "gpu_hours": "GPU hours",
+}
+ABOUT_FIGURES = (
+    "tokens/s: tokens trained on per second of trainer steps, waiting for rollouts included, without the first step; "
+    "per GPU: divided by the devices of trainer and engines. wall and GPU hours: time in trainer steps, and that times "
+    "devices; start-up, warm start and queue are not in it."
+)
+WIDTH = 118  # characters of a note
+WHY_WIDTH = 70
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, and what it is sorted by."""
+
+    text: str
+    sort: float | str | None = None
+
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.sort, int | float)
+
+
+@dataclass(frozen=True)
+class Table:
+    headings: list[str]
+    rows: list[list[Cell]]
+
+
+def has_groups(comparison: Comparison) -> bool:
+    """Whether any group has several points; else the table of points says it all."""
+    return any(len(group.points) > 1 for group in comparison.groups)
+
+
+def group_table(comparison: Comparison) -> Table:
+    """One row per group, best first."""
+    shown = _shown_figures(comparison)
+    value = comparison.metric.label if comparison.metric else "value"
+    headings = ["rank", *comparison.group_columns, "seeds", value, "± 95 %", "against the best", "p", *shown.values()]
+    rows = []
+    for group in comparison.groups:
+        ranked, count = len(group.values), len(group.points)
+        rows.append(
+            [
+                _number(group.rank, "d"),
+                *map(_value, group.key),
+                Cell(str(count) if ranked == count else f"{ranked}/{count}", ranked),
+                _number(group.mean),
+                _number(group.half_width, ".2g"),
+                Cell(group.verdict, group.verdict),
+                _number(group.p, ".2g"),
+                *(_figure(name, group.figure(name)) for name in shown),
+            ]
+        )
+    return _without_empty(Table(headings, rows))
+
+
+def point_table(comparison: Comparison) -> Table:
+    """One row per point, in the order of the groups."""
+    shown = _shown_figures(comparison)
+    value = comparison.metric.label if comparison.metric else "value"
+    points = [(group, point) for group in comparison.groups for point in _ordered(comparison, group)]
+    with_why = any(point.why for _, point in points)
+    columns = comparison.columns or ["run"]
+    headings = ["rank", *columns, "state", "step", value, *shown.values(), *(["why"] if with_why else [])]
+    rows = []
+    for group, point in points:
+        rows.append(
+            [
+                _number(group.rank if point.name in comparison.ranked else None, "d"),
+                *(_value(value_of(point, key) if key != "run" else point.name) for key in columns),
+                Cell(point.state, point.state),
+                Cell(f"{point.step}/{point.max_steps}" if point.max_steps else "-", point.step),
+                _number(comparison.values.get(point.name, (0, None))[1]),
+                *(_figure(name, point.curves.figures.get(name) if point.curves else None) for name in shown),
+                *([Cell(point.why[:WHY_WIDTH], point.why)] if with_why else []),
+            ]
+        )
+    return Table(headings, rows)
+
+
+def _without_empty(table: Table) -> Table:
+    kept = [i for i in range(len(table.headings)) if any(row[i].text for row in table.rows)]
+    return Table([table.headings[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
+
+
+def footnotes(comparison: Comparison) -> list[str]:
+    """The notes that belong under the tables, formulas and their sources last."""
+    notes = list(comparison.notes)
+    if any(group.half_width is not None for group in comparison.groups):
+        notes.append(FOOTNOTE)
+    if _shown_figures(comparison):
+        notes.append(ABOUT_FIGURES)
+    return notes
+
+
+def render_text(comparison: Comparison) -> str:
+    tables = [group_table(comparison)] if has_groups(comparison) else []
+    parts = [_align(table) for table in (*tables, point_table(comparison))]
+    parts.append("\n".join(textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in footnotes(comparison)))
+    return "\n\n".join([counts_line(comparison), *parts])
+
+
+def counts_line(comparison: Comparison) -> str:
+    """The title, and how many points are in which state."""
+    states = [point.state for point in comparison.points]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
+    return f"{comparison.title}: {len(states)} point{'s' * (len(states) != 1)} ({counts})"
+
+
+def render_csv(comparison: Comparison) -> str:
+    """One line per point, numbers unrounded."""
+    text = io.StringIO()
+    fields = [
+        "point",
+        "point_id",
+        *comparison.columns,
+        "state",
+        "why",
+        "step",
+        "group_rank",
+        "spent",
+        "value",
+        *FIGURES,
+    ]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    for group in comparison.groups:
+        for point in _ordered(comparison, group):
+            spent, value = comparison.values.get(point.name, ("", ""))
+            figures = point.curves.figures if point.curves else {}
+            keys = [value_of(point, key) for key in comparison.columns]
+            head = [point.name, point.point_id, *keys, point.state, point.why, point.step, group.rank or ""]
+            writer.writerow([*head, spent, value, *(figures.get(name, "") for name in FIGURES)])
+    return text.getvalue()
+
+
+def render_json(comparison: Comparison) -> str:
+    document = {
+        "title": comparison.title,
+        "metric": comparison.metric.label if comparison.metric else None,
+        "higher_is_better": comparison.metric.higher_is_better if comparison.metric else None,
+        "at": comparison.axis,
+        "budget": comparison.budget,
+        "columns": comparison.columns,
+        "groups": [_group_as_json(comparison, group) for group in comparison.groups],
+        "notes": footnotes(comparison),
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _group_as_json(comparison: Comparison, group: Group) -> dict[str, Any]:
+    return {
+        "swept": dict(zip(comparison.group_columns, group.key, strict=True)),
+        "rank": group.rank,
+        "mean": group.mean,
+        "half_width_95": group.half_width,
+        "p_against_best": group.p,
+        "verdict": group.verdict,
+        "points": [_point_as_json(comparison, point) for point in _ordered(comparison, group)],
+    }
+
+
+def _point_as_json(comparison: Comparison, point: Point) -> dict[str, Any]:
+    spent, value = comparison.values.get(point.name, (None, None))
+    return {
+        "point": point.name,
+        "point_id": point.point_id,
+        "swept": {key: value_of(point, key) for key in comparison.columns},
+        "state": point.state,
+        "why": point.why,
+        "step": point.step,
+        "spent": spent,
+        "value": value,
+        "figures": point.curves.figures if point.curves else {},
+    }
+
+
+def _ordered(comparison: Comparison, group: Group) -> list[Point]:
+    """The best first; points without a value last, in their own order."""
+    sign = -1 if comparison.metric is None or comparison.metric.higher_is_better else 1
+    values = comparison.values
+    return sorted(group.points, key=lambda p: sign * values[p.name][1] if p.name in values else float("inf"))
+
+
+def _shown_figures(comparison: Comparison) -> dict[str, str]:
+    known = {name for point in comparison.points if point.curves for name in point.curves.figures}
+    return {name: heading for name, heading in FIGURES.items() if name in known}
+
+
+def _figure(name: str, value: float | None) -> Cell:
+    if value is None:
+        return Cell("")
+    if name == "wall_s":
+        return Cell(clock(value), value)
+    if name.startswith("tokens"):
+        return Cell(f"{value:,.0f}", value)
+    return Cell(f"{value:.3g}", value)
+
+
+def _number(value: float | None, form: str = ".4f") -> Cell:
+    return Cell("") if value is None else Cell(format(value, form), value)
+
+
+def _value(text: str) -> Cell:
+    """A swept value, sorted as a number if it is one."""
+    try:
+        return Cell(text, float(text))
+    except ValueError:
+        return Cell(text, text)
+
+
+def _align(table: Table) -> str:
+    """Columns two spaces apart, numbers to the right."""
+    right = [all(row[i].is_number or not row[i].text for row in table.rows) for i in range(len(table.headings))]
+    lines = [table.headings, *([cell.text for cell in row] for row in table.rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(table.headings))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if to_right else text.ljust(width)
+            for text, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
