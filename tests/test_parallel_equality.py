@@ -11,7 +11,7 @@ from prl.models.checkpoint import hf_tensors, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
-EXPERTS = 8
+EXPERTS, LAYERS = 8, 4  # with two layers nothing would be offloaded
 # dp_shard=auto takes what the deployment gives: ep2 x cp2 over four ranks, so that experts are sharded as well
 LAYOUTS = {
     "fsdp": [],
@@ -43,12 +43,26 @@ LORA_LEVERS = {
     "lora fsdp_cpu_offload": ["memory_recipe.fsdp_cpu_offload=true"],
     "lora compile": ["memory_recipe.compile=true"],
 }
+FULL_AC, OFFLOAD = (
+    "memory_recipe.ac.mode=full",
+    "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}",
+)
+COMPILE, FULL_HOST = "memory_recipe.compile=true", "memory_recipe.optim_cpu_offload=full"
+TOGETHER = {
+    "ep2_cp2": ["memory=tight", COMPILE, "parallelism.ep_pieces=2", "deployment.num_train_gpus=4"],
+    "cp2_ring": ["memory=selective", OFFLOAD, FULL_HOST],
+    "hsdp2": ["memory=selective", OFFLOAD, "memory_recipe.fsdp_cpu_offload=true", COMPILE],
+}
+LORA_TOGETHER = {
+    "ep2_cp2": [FULL_AC, OFFLOAD, FULL_HOST, COMPILE, "deployment.num_train_gpus=4"],
+    "cp2_ring": ["memory_recipe.ac.mode=selective", OFFLOAD, "memory_recipe.fsdp_cpu_offload=true"],
+}
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    card = moe_card(num_experts=EXPERTS)
+    card = moe_card(num_experts=EXPERTS, num_hidden_layers=LAYERS)
     save_checkpoint(hf_tensors(random_model(card, std=0.1)), path, card)
     return str(path)
 
@@ -56,7 +70,9 @@ def model_path(tmp_path_factory):
 def make_job(model_path, layout, *overrides, **fields):
     # eps: with 1e-8 AdamW makes a full step of an element whose gradient is nothing but rounding
     optim = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5}
-    return Job(model_path, layout=layout, experts=EXPERTS, optim=optim, overrides=list(overrides), **fields)
+    return Job(
+        model_path, layout=layout, experts=EXPERTS, layers=LAYERS, optim=optim, overrides=list(overrides), **fields
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +110,10 @@ def parallel(model_path, tmp_path_factory):
         jobs[layout, "lora"] = make_job(model_path, layout, *LORA, *LAYOUTS[layout])
     for lever, overrides in LORA_LEVERS.items():
         jobs["ep2", lever] = make_job(model_path, "ep2", *LORA, *overrides)
+    for layout, overrides in TOGETHER.items():
+        jobs[layout, "together"] = make_job(model_path, layout, *overrides)
+    for layout, overrides in LORA_TOGETHER.items():
+        jobs[layout, "lora together"] = make_job(model_path, layout, *LORA, *overrides)
     jobs["ep2", "bfloat16"] = make_job(model_path, "ep2", "model.dtype=bfloat16")
     sizes = {key: job_mesh(job).world_size for key, job in jobs.items()}
     results = {}
@@ -105,7 +125,9 @@ def parallel(model_path, tmp_path_factory):
 
 CASES = [(layout, "none") for layout in LAYOUTS]
 CASES += [("fsdp", recipe) for recipe in RECIPES] + [("ep2", "tight"), ("cp2_ring", "tight"), ("fsdp", "compile")]
-CASES += [("ep2", lever) for lever in LEVERS]
+CASES += [("ep2", lever) for lever in LEVERS] + [(layout, "together") for layout in TOGETHER]
+LORA_CASES = [(layout, "lora") for layout in LORA_LAYOUTS] + [("ep2", lever) for lever in LORA_LEVERS]
+LORA_CASES += [(layout, "lora together") for layout in LORA_TOGETHER]
 
 
 @pytest.mark.parametrize(("layout", "recipe"), CASES)
@@ -113,16 +135,14 @@ def test_three_steps_equal_one_process(plain, parallel, layout, recipe):
     assert_equal(parallel[layout, recipe], plain)
 
 
-@pytest.mark.parametrize(
-    ("layout", "recipe"), [(layout, "lora") for layout in LORA_LAYOUTS] + [("ep2", lever) for lever in LORA_LEVERS]
-)
+@pytest.mark.parametrize(("layout", "recipe"), LORA_CASES)
 def test_adapters_learn_as_in_one_process(plain_lora, parallel, layout, recipe):
     """The weights that are compared are merged."""
     assert_equal(parallel[layout, recipe], plain_lora)
 
 
 def test_adapters_change_what_they_should(plain_lora, model_path):
-    before = dict(hf_tensors(random_model(moe_card(num_experts=EXPERTS), std=0.1)))
+    before = dict(hf_tensors(random_model(moe_card(num_experts=EXPERTS, num_hidden_layers=LAYERS), std=0.1)))
     adapted = {name.split(".")[-2] for name, weight in plain_lora["weights"].items() if not weight.equal(before[name])}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     losses = [loss for loss, _ in plain_lora["history"]]

@@ -5,6 +5,7 @@ DIR holds jobs.json (a list of `Job` fields); rank 0 writes result_<i>.pt, or er
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from prl.config.world import resolve_world
 from prl.models.checkpoint import hf_tensors
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.checkpoints import commit
+from prl.trainer import parallelize
+from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import World, build_world, sum_over_data
@@ -42,6 +45,7 @@ class Job:
     ep: int = 1
     layout: str | None = None  # a choice of conf/parallelism instead of the four sizes
     experts: int = 4
+    layers: int = 2
     optim: dict[str, Any] = field(default_factory=lambda: {"type": "adamw", "lr": 0.01})
     overrides: list[str] = field(default_factory=list)
     steps: int = 3
@@ -66,11 +70,13 @@ def rows_of(step: int) -> list[MicroBatch]:
 def job_config(job: Job) -> RunConfig:
     layout = [] if job.layout is None else [f"parallelism={job.layout}", "optim=adamw"]  # rules look at the optimizer
     config = compose(["warm_start=none", *layout, *job.overrides])
-    card = moe_card(num_experts=job.experts)
+    card = moe_card(num_experts=job.experts, num_hidden_layers=job.layers)
     return config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
 
 
 def build_policy(job: Job, world: World) -> Policy:
+    # activations of these models are small, and must be offloaded all the same
+    parallelize.apply_activation_offload = functools.partial(apply_activation_offload, min_bytes=0)
     return Policy(job_config(job), OptimConfig(**job.optim), 10, Path(job.model_path), world)
 
 
