@@ -1,5 +1,6 @@
 """transformers' models behind our interface: logits on packed documents, names, ties, FSDP, whole runs."""
 
+import functools
 import json
 
 import pytest
@@ -16,6 +17,8 @@ from prl.models.attention import packed_attention
 from prl.models.checkpoint import check_card, copy_tokenizer, hf_tensors, load_checkpoint, read_tensors, save_checkpoint
 from prl.models.hf_causal_lm import HFCausalLM, build_hf_model
 from prl.planning.run_plan import MeshPlan
+from prl.trainer import parallelize
+from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.optim import build_optimizers
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import build_world
@@ -297,3 +300,28 @@ def test_muon_leaves_embeddings_alone_whatever_they_are_called(tmp_path, world):
     assert all(".attn." in name or ".mlp." in name for name in of_muon), of_muon
     assert len(of_muon) == 8
     assert {"transformer.wte.weight", "transformer.wpe.weight"} <= {names[p] for p in adamw.param_groups[0]["params"]}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3_text", "gpt2"])
+def test_recomputed_and_offloaded_gradients(family, tmp_path, world):
+    """Layers have tuples, dictionaries and experts inside."""
+    model = plain_model(family, num_hidden_layers=4, **({"n_layer": 4} if family == "gpt2" else {}))
+    model.save_pretrained(tmp_path)
+    ids, positions = packed()
+    grads = []
+    for levers in ([], ["ac.mode=full", "ac_offloading={enabled: true, max_inflight_activations: 1}"]):
+        config = hf_config(card_of(model), *(f"memory_recipe.{lever}" for lever in levers))
+        ours = build_offloading(config, tmp_path, world)
+        ours(
+            ids, positions, packed_attention(DOCS, ids.device), head=lambda h, w: (h @ w.t()).logsumexp(-1)
+        ).sum().backward()
+        grads.append({name: param.grad.full_tensor() for name, param in ours.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def build_offloading(config, path, world):
+    """`build_model` whose activations are offloaded however small they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallelize, "apply_activation_offload", functools.partial(apply_activation_offload, min_bytes=0))
+        return build_model(config, path, world)
