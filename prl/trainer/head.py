@@ -42,7 +42,7 @@ class ChunkedHead(torch.autograd.Function):
     """Logits are computed chunk by chunk in forward, and again in backward, where their gradient overwrites them.
 
     Four matrix products instead of three, for never keeping [M, V]. The weight's gradient is summed over chunks in the
-    weight's own dtype, one rounding a chunk: in bfloat16 its relative error is 0.2 % with one chunk (as without chunks),
+    weight's own dtype, one rounding a chunk: in bfloat16 its relative error is 0.2 % with one chunk (as without any),
     0.4 % with 8 and 0.9 % with 64, where a float32 sum would cost 4 V H bytes. Within a chunk sums are float32.
     """
 
