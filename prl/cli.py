@@ -6,7 +6,9 @@ typed so far in COMP_LINE; the subcommand is cut out of it and Hydra answers for
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import sys
 
@@ -52,8 +54,14 @@ def _complete(program: str, words: list[str]) -> None:
     if asked and (command not in COMMANDS or not space):
         print(" ".join(name for name in COMMANDS if name.startswith(command)))
         return
-    os.environ["COMP_LINE"] = f"{program} {rest}"
-    _run(command if asked else "rl")
+    # +sweep= is our second name of +sweeps= (prl.config.hydra_setup), which is what Hydra knows how to complete
+    os.environ["COMP_LINE"] = f"{program} {rest}".replace(" +sweep=", " +sweeps=")
+    offered = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(offered):
+            _run(command if asked else "rl")
+    finally:
+        print(offered.getvalue().replace("+sweeps=", "+sweep="), end="")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ class MirroredRun:
 
     def scan_history(self) -> list[dict[str, Any]]:
         rows = [chart(stem, row) for stem in ("orchestrator", "trainer.0") for row in read_rows(self.path, stem)]
-        rows = [*rows, *rows[len(rows) // 2 :]] if self.sent_twice else rows
+        if self.sent_twice:  # the rows beyond a checkpoint, before the run was killed and went on from there
+            lost = [{key: value if key == "step" else 99.0 for key, value in row.items()} for row in rows]
+            rows = [*lost, *rows]
         return [{"_step": i, "_runtime": 1.0, "env.x/whatever": None, **row} for i, row in enumerate(rows)]
 
 

@@ -129,6 +129,8 @@ def test_info_defaults_knows_the_alias(tmp_path: Path) -> None:
         ("prl pl", "plan"),
         ("prl rl memory=ti", "memory=tight"),
         ("prl rl seed=1 optim.l", "optim.lr="),
+        ("prl rl -m +sweep=se", "+sweep=seeds"),
+        ("prl rl -m +swe", "+sweep="),
         ("prl sft data=", "data=hf data=jsonl data=reverse_text"),
     ],
 )

@@ -12,9 +12,9 @@ from prl.compare.table import Cell, Table, counts_line, footnotes, group_table, 
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #667085; --line: #e3e6ec; --back: #fbfbfc; --card: #fff;
-  --good: #0a7d4f; --bad: #b42318; --live: #8a6100; --hover: #f1f4f9; }
+  --good: #0a7d4f; --bad: #b42318; --live: #8a6100; --hover: #f1f4f9; --faint: .4; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ee; --soft: #98a1b3; --line: #2c3340; --back: #12151b;
-  --card: #191d25; --good: #4cc38a; --bad: #ff8b80; --live: #e2b340; --hover: #222835; } }
+  --card: #191d25; --faint: .6; --good: #4cc38a; --bad: #ff8b80; --live: #e2b340; --hover: #222835; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 28px 24px 60px; max-width: 1360px; background: var(--back); color: var(--ink);
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -29,7 +29,7 @@ h1 { font-size: 22px; margin: 0 0 2px; } h2 { font-size: 15px; margin: 30px 0 8p
 svg { display: block; width: 100%; height: auto; } svg[hidden] { display: none; }
 svg text { fill: var(--soft); font-size: 11.5px; } svg text.title { font-size: 12.5px; }
 .grid { stroke: var(--line); } .tick { stroke: var(--soft); } .budget { stroke: var(--soft); stroke-dasharray: 2 3; }
-.seed { stroke-width: 1; opacity: .4; } .mean { stroke-width: 2.4; }
+.seed { stroke-width: 1; opacity: var(--faint); } .mean { stroke-width: 2.4; }
 .curve { transition: opacity .12s; } .dim .curve:not(.lit) { opacity: .1; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 6px 4px 2px 56px; font-size: 12.5px; }
 .legend span { cursor: default; } .legend svg { display: inline-block; width: 26px; height: 9px; margin-right: 6px; }
