@@ -88,7 +88,9 @@ def make_curves(job: str, rows: dict[str, list[Row]], devices: int | None) -> Cu
         spent,
         _series(rows, HELD_OUT.get(job)),
         _series(rows, TRAINING.get(job)),
-        _figures([trainer[step] for step in steps], rows["orchestrator"], step_s, tokens, devices),
+        _figures(
+            [trainer[step] for step in steps], [*_by_step(rows["orchestrator"]).values()], step_s, tokens, devices
+        ),
     )
 
 
