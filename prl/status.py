@@ -1,33 +1,82 @@
-"""`python -m prl.status DIR`: what one run, or every run under a directory, is doing, and why it failed."""
+"""`python -m prl.status DIR [--follow]`: what one run, or every point of a sweep, is doing, and why it failed."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from prl.config.errors import UserError
+from prl.runtime.agent import read_attempts
 from prl.runtime.rundir import is_locked
 from prl.runtime.status_file import FINAL_STATES, read_status, status_path
 from prl.runtime.view import clock
 
-HEADER = ("run", "state", "step", "attempt", "updated", "why")
+HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "updated", "why")
 WHY_WIDTH = 80
+FOLLOW_S = 2.0
+TAIL_BYTES = 20_000  # some rows of metrics
+ALIVE = ("starting", "running", "stopping", "queued")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="prl status", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory, or a directory of them (a sweep)")
-    directory = parser.parse_args().directory
+    parser.add_argument(
+        "--follow", action="store_true", help=f"every {FOLLOW_S:g} s again, until nothing runs or waits"
+    )
+    arguments = parser.parse_args()
+    while True:
+        text, alive = render(arguments.directory)
+        if not text:
+            print(f"no run in {arguments.directory}", file=sys.stderr)
+            sys.exit(2)
+        clear = "\x1b[2J\x1b[H" if arguments.follow and sys.stdout.isatty() else ""
+        print(f"{clear}{text}", flush=True)
+        if not (arguments.follow and alive):
+            return
+        time.sleep(FOLLOW_S)
+
+
+def render(directory: Path) -> tuple[str, bool]:
+    """One run in full or a table of runs (nothing, if there is none), and whether any of them runs or waits."""
     if status_path(directory).exists():
-        print(render_run(directory))
-        return
+        return render_run(directory), true_state(directory, read_status(directory)) in ALIVE
+    waiting = waiting_points(directory)
     runs = find_runs(directory)
-    if not runs:
-        print(f"no run in {directory}", file=sys.stderr)
-        sys.exit(2)
-    print(render_runs(directory, runs))
+    rows = [_row(directory, run) for run in runs]
+    started = {run.relative_to(directory).as_posix() for run in runs}
+    rows += [(name, state, *[""] * (len(HEADER) - 2)) for name, state in waiting.items() if name not in started]
+    rows = [(row[0], waiting.get(row[0], row[1]), *row[2:]) if row[1] in FINAL_STATES else row for row in rows]
+    if not rows:
+        return "", False
+    return render_table(sorted(rows)), any(row[1] in ALIVE for row in rows)
+
+
+def waiting_points(sweep_dir: Path) -> dict[str, str]:
+    """Points of a sweep that are not running: "queued" as SLURM has it, else "missing" if they never started."""
+    from launch.points import job_of_points, read_sweep
+    from launch.slurm_queue import live_jobs
+
+    sweep = read_sweep(sweep_dir)
+    jobs = job_of_points(sweep)
+    try:
+        live = live_jobs(set(jobs.values()))
+    except UserError:  # no SLURM here: the record is all there is
+        live = {}
+    waiting = {}
+    for point in sweep["points"]:
+        name = point["dir"]
+        if live.get(jobs.get(name, "")) == "PENDING":
+            waiting[name] = "queued"
+        elif not status_path(sweep_dir / name).exists():
+            waiting[name] = "missing"
+    return waiting
 
 
 def find_runs(directory: Path) -> list[Path]:
@@ -64,9 +113,9 @@ def render_run(run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def render_runs(directory: Path, runs: list[Path]) -> str:
-    """A table, one row per run."""
-    rows = [HEADER, *(_row(directory, run) for run in runs)]
+def render_table(rows: list[tuple[str, ...]]) -> str:
+    """One row per run."""
+    rows = [HEADER, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -77,7 +126,32 @@ def _row(directory: Path, run: Path) -> tuple[str, ...]:
     why = f"{failure['class']}: {failure['role']}: {failure['message']}"[:WHY_WIDTH] if failure else ""
     step = f"{status['step']}/{status['max_steps']}"
     state = true_state(run, status)
-    return (str(run.relative_to(directory)), state, step, str(status["attempt"]), f"{_ago(status)} ago", why)
+    last = last_rows(run)
+    reward = last.get("eval/reward", last.get("reward", last.get("val_loss", last.get("loss"))))
+    figures = tuple("" if value is None else f"{value:.4g}" for value in (reward, last.get("tokens_per_s")))
+    where = (read_attempts(run) or [{}])[-1].get("node", "")
+    name = run.relative_to(directory).as_posix()
+    return (name, state, step, *figures, where, str(status["attempt"]), f"{_ago(status)} ago", why)
+
+
+def last_rows(run: Path) -> dict[str, Any]:
+    """The newest value of each metric, of the last rows that trainer and orchestrator wrote."""
+    newest: dict[str, Any] = {}
+    for role in ("trainer.0", "orchestrator"):
+        for line in tail(run / "metrics" / f"{role}.jsonl"):
+            with contextlib.suppress(ValueError):  # the first one may be cut
+                newest.update(json.loads(line))
+    return newest
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of a file, without reading all of it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _ago(status: dict[str, Any]) -> str:

@@ -339,10 +339,10 @@ class SlurmConfig(Group):
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    time: str | None = None  # as sbatch reads it: minutes, or D-HH:MM:SS
+    time: str | Positive | None = None  # as sbatch reads it: minutes, or D-HH:MM:SS
     constraint: str | None = None
     cpus_per_task: Positive | None = None
-    mem: str | None = None
+    mem: str | Positive | None = None
     gres: str | None = None  # null: gpu:N, for a point on N GPUs of each node
     sbatch: tuple[str, ...] | None = None  # further lines, say "--exclusive"
     setup: tuple[str, ...] | None = None  # shell lines before the point starts: modules, NCCL_SOCKET_IFNAME

@@ -2,8 +2,8 @@
 
 What a SLURM job starts on its node, and what starts a point by hand. Each start is told in POINT/attempts.jsonl. Under
 SLURM, a job that is warned of its end (SIGUSR2) saves, requeues itself and goes on from its checkpoint; so does one
-whose failure may pass (a node, a hang, a collective), as long as it advances or has retries left; SIGTERM saves and
-leaves the rest to SLURM; scancel ends everything at once. Any other failure is one for SLURM too, by the exit code.
+that is preempted, and one whose failure may pass (a node, a hang, a collective), as long as it advances or has retries
+left. scancel ends everything at once. Any other failure is one for SLURM too, by the exit code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -57,14 +58,22 @@ def run_attempt(path: Path) -> int:
     before = read_attempts(path)
     number = len(before) + 1
     job = os.environ.get("SLURM_JOB_ID")
-    _write(path, {"attempt": number, "job": _job_name(), "node": platform.node(), "started": time.time()})
+    _write(
+        path,
+        {
+            "attempt": number,
+            "job": _job_name(),
+            "node": os.environ.get("SLURMD_NODENAME", platform.node()),
+            "started": time.time(),
+        },
+    )
     code, error = 2, None
     try:
         with StopSignals() as signals:
             if job is not None:
                 threading.Thread(target=hasten_if_cancelled, args=(signals, job), daemon=True).start()
             code = run_job(plan, signals)
-            warned = signals.first == signal.SIGUSR2
+            warned = signals.first == signal.SIGUSR2 or (signals.first == signal.SIGTERM and was_preempted(job))
     except UserError as raised:
         error, warned = raised, False
     status = read_status(path)
@@ -147,9 +156,20 @@ def hasten_if_cancelled(signals: StopSignals, job: str) -> None:
         time.sleep(POLL_S)
     if signals.first != signal.SIGTERM:
         return
-    asked = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True)
+    asked = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True, check=False
+    )
     if asked.stdout.strip() in ("COMPLETING", "CANCELLED", ""):
         signals.count += 1
+
+
+def was_preempted(job: str | None) -> bool:
+    """Whether SLURM is about to give the nodes to another job; one that ends by itself before is not requeued."""
+    if job is None:
+        return False
+    asked = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
+    found = re.search(r" PreemptTime=(\S+)", asked.stdout)
+    return found is not None and found.group(1) not in ("None", "(null)")
 
 
 def _job_name() -> str | None:

@@ -1,0 +1,199 @@
+"""The launcher without a SLURM: expansion, shapes, scripts, dry runs, and points side by side on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.launching import is_to_start
+from launch.points import make_points, state_of
+from launch.settings import LauncherSettings
+from launch.slurm import Shape, make_batches, render
+from prl.config import compose
+from prl.config.composer import Composer
+from prl.config.errors import ConfigError, UserError
+from prl.config.sweep import expand, resolve_points
+from prl.planning.run_plan import make_plan
+from prl.runtime.agent import may_go_on, read_attempts
+
+SMALL = ["max_steps=3", "seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.export_hf=false"]
+
+
+def points_of(tmp_path: Path, *lines: str):
+    overrides = expand(list(lines))
+    configs = resolve_points(overrides, "rl", set())
+    placed = [config.model_copy(update={"output_dir": str(tmp_path / str(i))}) for i, config in enumerate(configs)]
+    return make_points(map(tuple, overrides), placed)
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "prl.sft", "-m", *SMALL, f"cache_dir={tmp_path}/cache", *arguments]
+    path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if not Path(part, "sbatch").exists())
+    return subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=120
+    )
+
+
+# --- expansion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["seed=3"],
+        ["seed=3", "memory=tight"],
+        ["memory_recipe=balanced", "optim.lr=1e-4", "parallelism=ep8_cp2"],
+        ["env=[reverse_text,countdown]", "algo.group_size=4"],
+        ["memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[norm]"],
+        ["logging.wandb.tags=[a,b]", "name=x", "slurm.time=10"],
+        ["seq_len=${max_steps}", "max_steps=512"],
+    ],
+    ids=" ".join,
+)
+def test_the_fast_way_composes_what_hydra_composes(overrides):
+    composer = Composer("rl")
+    for _ in range(2):  # the second time from the base kept
+        assert composer.compose(overrides) == compose(overrides)
+
+
+def test_the_fast_way_tells_the_same_errors():
+    for overrides in (["sede=1"], ["seed=x"], ["memory=tigth"], ["parallelism.ep=3", "seed=1"]):
+        with pytest.raises(ConfigError) as fast:
+            Composer("rl").compose(overrides)
+        with pytest.raises(ConfigError) as slow:
+            compose(overrides)
+        assert str(fast.value) == str(slow.value)
+
+
+@pytest.mark.slow
+def test_a_thousand_points_are_expanded_validated_and_planned_within_ten_seconds():
+    started = time.process_time()
+    points = expand(["seed=range(250)", "memory=none,tight", "parallelism=single,ep8_cp2"])
+    plans = [make_plan(config) for config in resolve_points(points, "rl", {"seed", "memory", "parallelism"})]
+    assert len({plan.point_id for plan in plans}) == 1000
+    assert time.process_time() - started < 10
+
+
+def test_two_points_that_are_the_same_are_refused(tmp_path):
+    overrides = [("seed=1",), ("seed=1", "name=other")]
+    same = [compose(["seed=1"]).model_copy(update={"output_dir": str(tmp_path / "a")}) for _ in range(2)]
+    with pytest.raises(ConfigError, match="Two points of the sweep are the same"):
+        make_points(overrides, same)
+
+
+# --- shapes and scripts -----------------------------------------------------------------------------------------------
+
+
+def test_points_of_one_shape_go_into_one_array_cut_at_the_limit(tmp_path):
+    points = points_of(tmp_path, "parallelism=single,ep2_cp2", "seed=1,2,3", "slurm.time=10")
+    batches = make_batches(points, LauncherSettings(array_parallelism=2), 1000)
+    assert [(len(batch.points), batch.shape.gpus_per_node, batch.array) for batch in batches] == [
+        (3, 2, "0-2%2"),
+        (3, 3, "0-2%2"),
+    ]
+    assert [len(batch.points) for batch in make_batches(points, LauncherSettings(), 2)] == [2, 1, 2, 1]
+
+
+def test_a_points_own_slurm_settings_are_part_of_its_shape(tmp_path):
+    points = points_of(tmp_path, "seed=1,2", "slurm.partition=a,b")
+    settings = LauncherSettings.model_validate({"slurm": {"partition": "main", "account": "x"}})
+    shapes = [Shape.of(point, settings) for point in points]
+    assert [(shape.slurm.partition, shape.slurm.account) for shape in shapes] == [("a", "x"), ("b", "x")] * 2
+    assert len(make_batches(points, settings, 1000)) == 2
+
+
+def test_a_template_of_ones_own(tmp_path):
+    template = tmp_path / "mine.j2"
+    names = "job_name project_dir output_dir config_dir num_train_nodes num_infer_nodes gpus_per_node hf_hub_offline"
+    template.write_text("\n".join(f"{name}={{{{ {name} }}}}" for name in names.split()))
+    points = points_of(tmp_path, "seed=1", f"slurm.template_path={template}")
+    (batch,) = make_batches(points, LauncherSettings(), 1000)
+    text = render(batch, tmp_path / "sweep", tmp_path / "code", tmp_path / "sweep/slurm/1.points")
+    assert text.splitlines() == [
+        "job_name=prl-sweep",
+        f"project_dir={Path.cwd()}",
+        f"output_dir={tmp_path}/sweep",
+        f"config_dir={tmp_path}/sweep/slurm",
+        "num_train_nodes=1",
+        "num_infer_nodes=0",
+        "gpus_per_node=2",
+        "hf_hub_offline=False",
+    ]
+    template.write_text("{{ job_nam }}")
+    with pytest.raises(UserError, match="job_nam"):
+        render(batch, tmp_path, tmp_path, tmp_path / "1.points")
+
+
+# --- what is started --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        (None, "missing"),
+        ({"state": "done"}, "done"),
+        ({"state": "stopped"}, "unfinished"),
+        ({"state": "running"}, "unfinished"),  # and nobody holds the lock
+        ({"state": "failed", "failure": {"class": "node"}}, "unfinished"),
+        ({"state": "failed", "failure": {"class": "oom"}}, "failed"),
+        ({"state": "failed", "failure": {"class": "code"}}, "failed"),
+    ],
+)
+def test_states_of_a_point(tmp_path, status, state):
+    if status is not None:
+        (tmp_path / "status.json").write_text(json.dumps(status))
+    assert state_of(tmp_path) == state
+    assert state_of(tmp_path, {tmp_path}) == "active"
+    assert is_to_start(state, LauncherSettings()) == (state in ("missing", "unfinished"))
+    assert is_to_start(state, LauncherSettings(retry_failed=True)) == (state in ("missing", "unfinished", "failed"))
+
+
+def test_retries_are_counted_from_the_last_progress(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRL_MAX_RETRIES", "2")
+    assert may_go_on([{"step": 0}], 0)
+    assert may_go_on([{"step": 0}, {"step": 0}], 0)
+    assert not may_go_on([{"step": 0}, {"step": 0}, {"step": 0}], 0)
+    assert may_go_on([{"step": 0}, {"step": 0}, {"step": 0}, {"step": 5}], 5)
+    (tmp_path / "attempts.jsonl").write_text('{"attempt": 1, "job": "7"}\n{"attempt": 2, "job": "8"}\n{"att')
+    assert read_attempts(tmp_path) == [{"class": "node", "attempt": i, "job": str(i + 6)} for i in (1, 2)]
+
+
+@pytest.mark.slow
+def test_a_dry_run_writes_everything_and_starts_nothing(tmp_path):
+    done = run(tmp_path, "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "sweep=d", "seed=1,2")
+    assert done.returncode == 0, done.stderr
+    sweep = tmp_path / "outputs/sweeps/d"
+    (script,) = (sweep / "slurm").glob("*.sbatch")
+    assert script.read_text() in done.stdout
+    points = [Path(line) for line in script.with_suffix(".points").read_text().splitlines()]
+    assert [(point / "plan.json").exists() for point in points] == [True, True]
+    assert not list(sweep.glob("*/status.json"))
+    by_hand = subprocess.run([sys.executable, "-m", "prl.runtime.agent", points[1]], cwd=tmp_path, capture_output=True)
+    assert by_hand.returncode == 0
+    assert json.loads((points[1] / "status.json").read_text())["state"] == "done"
+
+
+@pytest.mark.slow
+def test_points_run_side_by_side_here(tmp_path):
+    done = run(tmp_path, "hydra.launcher.parallel_points=2", "sweep=p", "seed=1,2")
+    assert done.returncode == 0, done.stderr
+    points = sorted(path.parent for path in (tmp_path / "outputs/sweeps/p").glob("*/status.json"))
+    assert [json.loads((point / "status.json").read_text())["state"] for point in points] == ["done", "done"]
+    starts = [json.loads((point / "attempts.jsonl").read_text().splitlines()[0])["started"] for point in points]
+    assert abs(starts[0] - starts[1]) < 2
+    again = run(tmp_path, "hydra.launcher.parallel_points=2", "sweep=p", "seed=1,2")
+    assert again.returncode == 0
+    assert again.stderr.count("done already") == 2
+
+
+def test_slurm_that_is_not_there_is_told(tmp_path):
+    done = run(tmp_path, "hydra/launcher=slurm", "seed=1,2")
+    assert done.returncode == 2
+    assert "There is no SLURM here" in done.stderr
+    assert "Traceback" not in done.stderr
