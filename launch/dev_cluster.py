@@ -121,7 +121,7 @@ class DevCluster:
 
     def __init__(self, path: Path) -> None:
         self.path, self.conf = path, path / "slurm.conf"
-        self.environment = os.environ | {"SLURM_CONF": str(self.conf)}
+        self.environment = os.environ | {"SLURM_CONF": str(self.conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
 
     @property
     def is_up(self) -> bool:

@@ -19,6 +19,7 @@ COMMANDS = {  # subcommand -> module whose main() it is
     "bench": "prl.bench.__main__",
     "plan": "prl.plan",
     "status": "prl.status",
+    "cancel": "prl.cancel",
     "compare": "prl.compare.__main__",
 }
 USAGE = f"""usage: prl {{{",".join(COMMANDS)}}} [overrides]
