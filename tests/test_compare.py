@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from runs import SMALL, run
 
+from prl.compare.figure import make_curves_of_groups, mean_line
 from prl.compare.points import read_directory
 from prl.compare.ranking import Comparison, compare
 from prl.compare.table import render_text
@@ -196,6 +197,23 @@ def test_every_state_is_a_row_and_only_finished_points_are_ranked(tmp_path: Path
     assert "6 points (1 done, 1 failed, 1 lost, 1 missing, 1 not started, 1 running)" in text
     assert re.search(r"2  failed +1/1 .* oom: trainer/0: CUDA out of memory", text)
     assert re.search(r"\n +6  missing", text)
+
+
+def test_the_mean_line_is_that_of_the_ranked_points(tmp_path: Path) -> None:
+    make_point(tmp_path / "a", [0.0, 0.2, 0.4], seed=1)
+    make_point(tmp_path / "b", [0.0, 0.4, 0.6], seed=2)
+    make_point(tmp_path / "c", [0.0, 0.9], seed=3, state="failed")
+    (curve,) = make_curves_of_groups(compared(tmp_path), "steps")
+    assert len(curve.seeds) == 3
+    assert curve.mean == [(0, 0.0), (1, pytest.approx(0.3)), (2, pytest.approx(0.5))]
+
+
+def test_a_mean_over_unlike_budgets_takes_each_ones_last_value() -> None:
+    assert mean_line([[(0, 0.0), (100, 1.0), (200, 2.0)], [(0, 0.0), (150, 1.0)]]) == [
+        (0, 0.0),
+        (100, 0.5),
+        (150, 1.0),
+    ]
 
 
 def test_while_nothing_has_finished_what_runs_is_ranked_and_it_is_said(tmp_path: Path) -> None:

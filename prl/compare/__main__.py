@@ -56,12 +56,13 @@ def run(arguments: argparse.Namespace) -> None:
     print(render_text(comparison))
     png = arguments.png or (directory / PNG if is_directory else None)
     try:
-        _write_files(comparison, arguments, png)
+        written = _write_files(comparison, arguments, png)
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}", fix="name another place") from error
+    print("\n" + "\n".join(f"written {path}" for path in written) if written else "")
 
 
-def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Path | None) -> None:
+def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Path | None) -> list[Path]:
     from prl.compare.figure import write_png
     from prl.compare.page import render_page
 
@@ -72,7 +73,7 @@ def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Pat
             written.append(path)
     if png is not None and write_png(comparison, png):
         written.append(png)
-    print("\n" + "\n".join(f"written {path}" for path in written) if written else "")
+    return written
 
 
 def _from_wandb(target: str) -> list[Point]:

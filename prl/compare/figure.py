@@ -38,14 +38,18 @@ class Curve:
 
 
 def make_curves_of_groups(comparison: Comparison, axis: Axis) -> list[Curve]:
-    """The lines of all groups that have any, in their order of rank."""
+    """The lines of all groups that have any, in their order of rank. The mean is that of the ranked points, if any is."""
     found = []
     for index, group in enumerate(comparison.groups):
-        known = [p.curves for p in group.points if p.curves and p.curves.series(comparison.held_out)]
-        known = [curves for curves in known if axis == "steps" or curves.reached(axis)]
-        if known:
-            seeds = [_line(curves, axis, comparison.held_out) for curves in known]
-            found.append(Curve(label_of(comparison, group), index, seeds, mean_line(seeds)))
+        lines = {
+            point.name: _line(point.curves, axis, comparison.held_out)
+            for point in group.points
+            if point.curves and point.curves.series(comparison.held_out)
+            if axis == "steps" or point.curves.reached(axis)
+        }
+        counted = [line for name, line in lines.items() if name in comparison.ranked] or [*lines.values()]
+        if lines:
+            found.append(Curve(label_of(comparison, group), index, [*lines.values()], mean_line(counted)))
     return found
 
 
