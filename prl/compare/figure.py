@@ -38,7 +38,7 @@ class Curve:
 
 
 def make_curves_of_groups(comparison: Comparison, axis: Axis) -> list[Curve]:
-    """The lines of all groups that have any, in their order of rank. The mean is that of the ranked points, if any is."""
+    """The lines of all groups that have any, best first. The mean is that of the ranked points, if any is."""
     found = []
     for index, group in enumerate(comparison.groups):
         lines = {
