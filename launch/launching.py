@@ -38,6 +38,10 @@ def launch_points(
     queued = queued_points(sweep_dir) if on_slurm else set()
     states = {point.path: state_of(point.path, queued) for point in points}
     todo = [point for point in points if is_to_start(states[point.path], settings)]
+    if on_slurm:
+        from launch.slurm import refuse_too_large
+
+        refuse_too_large(todo)
     if settings.dry_run:
         from launch.dry_run import show
 
@@ -76,6 +80,17 @@ def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
                     where="hydra/launcher",
                     why="sbatch is not on the PATH",
                     fix="hydra/launcher=local, or submit from a login node; hydra.launcher.dry_run=true needs no SLURM",
+                )
+            ]
+        )
+    if settings.mode == "slurm" and not session.is_frozen:
+        raise ConfigError(
+            [
+                UserError(
+                    "This job cannot go to SLURM by itself.",
+                    where="hydra/launcher=slurm",
+                    why="only prl.rl and prl.sft can be started from a frozen plan",
+                    fix="hydra/launcher=local, inside a job of your own (srun, salloc)",
                 )
             ]
         )

@@ -20,7 +20,7 @@ from launch.code_copy import freeze_code
 from launch.points import Point, record_submission
 from launch.settings import LauncherSettings
 from launch.slurm_queue import live_parents, max_array_size
-from prl.config.errors import UserError
+from prl.config.errors import ConfigError, UserError
 from prl.config.schema import SlurmConfig
 
 DEFAULT_TEMPLATE = Path(__file__).parent / "templates" / "default.sbatch.j2"
@@ -67,6 +67,22 @@ class Batch:
         if not self.is_array:
             return None
         return f"0-{len(self.points) - 1}" + (f"%{self.parallelism}" if self.parallelism else "")
+
+
+def refuse_too_large(points: list[Point]) -> None:
+    """Raise ConfigError with every point that wants more GPUs of a node than a node has."""
+    found = [
+        UserError(
+            f"{point.path.name} does not fit on a node.",
+            where=f"deployment.gpus_per_node={point.config.deployment.gpus_per_node}",
+            why=f"its roles take {point.plan.gpus_per_node} devices of one node",
+            fix="deployment=colocated, or less parallelism; deployment.gpus_per_node, if the nodes are larger",
+        )
+        for point in points
+        if point.config.deployment.device != "cpu" and point.plan.gpus_per_node > point.config.deployment.gpus_per_node
+    ]
+    if found:
+        raise ConfigError(found)
 
 
 def make_batches(points: list[Point], settings: LauncherSettings, max_size: int) -> list[Batch]:

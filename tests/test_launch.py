@@ -192,6 +192,22 @@ def test_points_run_side_by_side_here(tmp_path):
     assert again.stderr.count("done already") == 2
 
 
+def test_what_fits_no_node_is_refused_before_anything_is_written(tmp_path):
+    big = ["parallelism.dp_shard=9,12", "sft.batch_size=36"]
+    done = run(tmp_path, "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "sweep=d", *big)
+    assert done.returncode == 2
+    assert done.stderr.count("does not fit on a node") == 2
+    assert "its roles take 12 devices" in done.stderr
+    assert not list((tmp_path / "outputs/sweeps/d").glob("*/plan.json"))
+
+
+def test_a_sweep_without_m_is_refused(tmp_path):
+    command = [sys.executable, "-m", "prl.rl", "+sweep=seeds"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "-m +sweep=NAME" in done.stderr
+
+
 def test_slurm_that_is_not_there_is_told(tmp_path):
     done = run(tmp_path, "hydra/launcher=slurm", "seed=1,2")
     assert done.returncode == 2

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.composing import VERSION_BASE, current_choices, explain, problems
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import name_sweep, register, with_sweep_group
+from prl.config.hydra_setup import SWEEP_OPTION, name_sweep, register, with_sweep_group
 from prl.config.locate import conf_dir
 from prl.config.overrides import alias_conflict, swept_keys
 from prl.config.sweep import expand, resolve_points, sweep_lines
@@ -110,6 +110,10 @@ def _run(session: Session, overrides: list[str], multirun: bool, completing: boo
         conflict = alias_conflict(overrides)
         if conflict:
             raise ConfigError(conflict)
+    if not multirun and not completing and any(line.startswith(SWEEP_OPTION) for line in overrides):
+        raise UserError(
+            "A sweep needs -m.", where="+sweep", why="without it one point would run, and no axis", fix="-m +sweep=NAME"
+        )
     if multirun:
         found = problems(overrides, session.config_name)
         if found:
