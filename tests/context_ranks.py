@@ -7,9 +7,7 @@ of that size at once. Rank r writes results_<r>.pt, or error_<r>.txt.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import traceback
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from rank_processes import run_script, serve_rank
 from tiny import VOCAB, moe_card, random_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -145,34 +144,23 @@ def run_ranks(directory: Path, size: int, cases: list[Case], device: str = "cpu"
     """Results by rank, then by case."""
     directory.mkdir(parents=True)
     (directory / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    command = [sys.executable, __file__, str(directory)]
-    children = [subprocess.Popen([*command, str(rank), str(size), device], cwd=TESTS) for rank in range(size)]
-    codes = [child.wait(timeout=250) for child in children]
-    errors = "\n".join(path.read_text() for path in sorted(directory.glob("error_*.txt")))
-    assert codes == [0] * size, errors
+    run_script(__file__, directory, size, device, limit_s=250)
     return [torch.load(directory / f"results_{rank}.pt", weights_only=True) for rank in range(size)]
 
 
 def main() -> None:
-    directory, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
     device = torch.device("cpu")
     if sys.argv[4] == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", int(sys.argv[2]))
         torch.cuda.set_device(device)
-    store = dist.FileStore(str(directory / "store"), size)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=store, rank=rank, world_size=size)
-    try:
+
+    def work(directory: Path, rank: int, size: int) -> None:
         fields = json.loads((directory / "cases.json").read_text())
         cases = [Case(**{**f, "doc_lens": tuple(f["doc_lens"])}) for f in fields]
         groups = neighbours(size, rank, {case.cp for case in cases})
-        results = [run_case(case, groups, device) for case in cases]
-        torch.save(results, directory / f"results_{rank}.pt")
-        dist.barrier()
-    except BaseException:
-        (directory / f"error_{rank}.txt").write_text(traceback.format_exc())
-        sys.exit(1)
-    dist.destroy_process_group()
+        torch.save([run_case(case, groups, device) for case in cases], directory / f"results_{rank}.pt")
+
+    serve_rank(work, device if device.type == "cuda" else None)
 
 
 if __name__ == "__main__":

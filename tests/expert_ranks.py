@@ -5,14 +5,13 @@ Rank 0 writes DIR/results.pt; a rank that fails writes DIR/error_<rank>.txt.
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import run_script, serve_rank
 from trainer_ranks import Job, build_policy, job_config, job_mesh, rows_of, save
 from trainer_ranks import train_step as plain_step
 
@@ -157,34 +156,26 @@ def load_biases(job: Job) -> torch.Tensor:
 
 def run_ranks(directory: Path, size: int, model_path: str) -> dict[str, Any]:
     directory.mkdir(parents=True)
-    command = [sys.executable, __file__, str(directory)]
-    children = [subprocess.Popen([*command, str(rank), str(size), model_path], cwd=TESTS) for rank in range(size)]
-    codes = [child.wait(timeout=120) for child in children]
-    errors = "\n".join(path.read_text() for path in sorted(directory.glob("error_*.txt")))
-    assert codes == [0] * size, errors
+    run_script(__file__, directory, size, model_path, limit_s=120)
     return torch.load(directory / "results.pt", weights_only=False)
 
 
+def check_all(directory: Path, rank: int, size: int) -> None:
+    model_path = sys.argv[4]
+    results: dict[str, Any] = {"dispatch": [None] * size}
+    dist.all_gather_object(results["dispatch"], compare_dispatches(rank, size))
+    recompute = ["memory_recipe.ac.mode=full"]
+    job = Job(model_path, dp_shard=2, ep=2, overrides=recompute, save=str(directory / "run"))
+    results["backends"] = train_by_backend(model_path)
+    results["balance"] = run_balance(job)
+    checkpoint = str(directory / "run" / "checkpoints" / f"step_{job.steps}")
+    results["loaded"] = load_biases(Job(model_path, dp_shard=2, load=checkpoint))
+    if rank == 0:
+        torch.save(results, directory / "results.pt")
+
+
 def main() -> None:
-    directory, rank, size, model_path = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), size), rank=rank, world_size=size)
-    try:
-        results: dict[str, Any] = {"dispatch": [None] * size}
-        dist.all_gather_object(results["dispatch"], compare_dispatches(rank, size))
-        recompute = ["memory_recipe.ac.mode=full"]
-        job = Job(model_path, dp_shard=2, ep=2, overrides=recompute, save=str(directory / "run"))
-        results["backends"] = train_by_backend(model_path)
-        results["balance"] = run_balance(job)
-        checkpoint = str(directory / "run" / "checkpoints" / f"step_{job.steps}")
-        results["loaded"] = load_biases(Job(model_path, dp_shard=2, load=checkpoint))
-        if rank == 0:
-            torch.save(results, directory / "results.pt")
-        dist.barrier()
-    except BaseException:
-        (directory / f"error_{rank}.txt").write_text(traceback.format_exc())
-        sys.exit(1)
-    dist.destroy_process_group()
+    serve_rank(check_all)
 
 
 if __name__ == "__main__":

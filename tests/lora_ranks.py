@@ -5,12 +5,11 @@ DIR holds an adapter of PEFT for each kind of model; error_<rank>.txt tells what
 
 from __future__ import annotations
 
-import sys
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import serve_rank
 from tiny import dense_card, moe_card, random_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -90,20 +89,15 @@ def check_adapters(kind, dtype, mesh, directory: Path):
         ).read_bytes()
 
 
+def check_all(directory: Path, rank: int, size: int) -> None:
+    for shape in ((size, 1), (1, size)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep"))
+        for kind in CARDS:
+            check_adapters(kind, torch.bfloat16, mesh, directory)
+
+
 def main() -> None:
-    directory, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), size), rank=rank, world_size=size)
-    try:
-        for shape in ((size, 1), (1, size)):
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep"))
-            for kind in CARDS:
-                check_adapters(kind, torch.bfloat16, mesh, directory)
-        dist.barrier()
-    except BaseException:
-        (directory / f"error_{rank}.txt").write_text(traceback.format_exc())
-        sys.exit(1)
-    dist.destroy_process_group()
+    serve_rank(check_all)
 
 
 if __name__ == "__main__":

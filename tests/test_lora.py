@@ -1,9 +1,6 @@
 """LoRA: what is trained, what is merged, any mesh, and adapters that PEFT reads."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import lora_ranks
 import pytest
@@ -12,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_ranks import ATTENTION, CARDS, LORA, lora_model, sharded_model
+from rank_processes import run_script
 from test_recompute import N, gradients, hidden_of, kernel_attention
 from tiny import dense_card, random_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,10 +159,7 @@ def test_on_two_ranks(tmp_path):
     for kind in CARDS:
         model = lora_model(kind)
         export_adapter(model, model.card, LORA[kind], tmp_path / kind, "base", write=True)
-    command = [sys.executable, lora_ranks.__file__, str(tmp_path)]
-    children = [subprocess.Popen([*command, str(rank), "2"], cwd=Path(__file__).parent) for rank in range(2)]
-    codes = [child.wait(timeout=200) for child in children]
-    assert codes == [0, 0], "\n".join(path.read_text() for path in tmp_path.glob("error_*.txt"))
+    run_script(lora_ranks.__file__, tmp_path, 2)
 
 
 def test_initial_numbers_depend_on_the_seed_alone():

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
-import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from rank_processes import run_script, serve_rank
 from tiny import VOCAB, moe_card
 
 from prl.config import compose
@@ -127,29 +124,19 @@ def run_ranks(directory: Path, size: int, jobs: list[Job]) -> list[dict[str, Any
     """Run jobs one after another in a world of `size` processes."""
     directory.mkdir(parents=True)
     (directory / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-    command = [sys.executable, __file__, str(directory)]
-    children = [subprocess.Popen([*command, str(rank), str(size)], cwd=TESTS) for rank in range(size)]
-    codes = [child.wait(timeout=200) for child in children]
-    errors = "\n".join(path.read_text() for path in sorted(directory.glob("error_*.txt")))
-    assert codes == [0] * size, errors
+    run_script(__file__, directory, size)
     return [torch.load(directory / f"result_{i}.pt", weights_only=True) for i in range(len(jobs))]
 
 
+def run_all(directory: Path, rank: int, size: int) -> None:
+    for index, fields in enumerate(json.loads((directory / "jobs.json").read_text())):
+        result = run_job(Job(**fields))
+        if rank == 0:
+            torch.save(result, directory / f"result_{index}.pt")
+
+
 def main() -> None:
-    directory, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    try:
-        for index, fields in enumerate(json.loads((directory / "jobs.json").read_text())):
-            result = run_job(Job(**fields))
-            if rank == 0:
-                torch.save(result, directory / f"result_{index}.pt")
-        dist.barrier()
-    except BaseException:
-        (directory / f"error_{rank}.txt").write_text(traceback.format_exc())
-        sys.exit(1)
-    dist.destroy_process_group()
+    serve_rank(run_all)
 
 
 if __name__ == "__main__":
