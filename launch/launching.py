@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from launch.points import Point, PointState, freeze, job_of_points, make_points, read_sweep, record_points, state_of
 from launch.settings import LauncherSettings
+from launch.slurm_queue import is_configured
 from prl.config.errors import ConfigError, UserError
 from prl.metrics.reader import read_rows
 
@@ -71,14 +71,14 @@ def launch_points(
 
 def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
     """Whether points go to SLURM. Raises ConfigError when they shall and cannot."""
-    there = shutil.which("sbatch") is not None
+    there = settings.mode != "local" and is_configured()
     if settings.mode == "slurm" and not there and not settings.dry_run:
         raise ConfigError(
             [
                 UserError(
                     "There is no SLURM here.",
                     where="hydra/launcher",
-                    why="sbatch is not on the PATH",
+                    why="sbatch is not on the PATH, or this machine belongs to no cluster",
                     fix="hydra/launcher=local, or submit from a login node; hydra.launcher.dry_run=true needs no SLURM",
                 )
             ]

@@ -14,7 +14,7 @@ class LauncherSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["auto", "local", "slurm"] = "auto"  # auto: slurm where sbatch is on the PATH
+    mode: Literal["auto", "local", "slurm"] = "auto"  # auto: slurm on machines of a cluster
     dry_run: bool = False  # write and print everything, start nothing
     retry_failed: bool = False  # points whose failure would come again (oom, config, env, code), too
     parallel_points: int | Literal["auto"] = "auto"  # local: at a time; auto: as many as the GPUs hold, without GPUs 1

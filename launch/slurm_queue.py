@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Collection
 
 from prl.config.errors import UserError
 
 DEFAULT_MAX_ARRAY_SIZE = 1001  # SLURM's own
+
+
+def is_configured() -> bool:
+    """Whether this machine belongs to a cluster: the programs may be installed without one. A cluster that does not
+    answer is one.
+    """
+    if shutil.which("sbatch") is None:
+        return False
+    asked = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False, timeout=60)
+    return asked.returncode == 0 or "configuration source" not in asked.stderr
 
 
 def live_jobs(jobs: Collection[str]) -> dict[str, str]:

@@ -208,6 +208,20 @@ def test_a_sweep_without_m_is_refused(tmp_path):
     assert "-m +sweep=NAME" in done.stderr
 
 
+@pytest.mark.slow
+def test_programs_of_slurm_without_a_cluster_are_no_slurm(tmp_path):
+    for name in ("sbatch", "scontrol", "squeue"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text("#!/bin/sh\necho 'fatal: Could not establish a configuration source' >&2\nexit 1\n")
+        program.chmod(0o755)
+    path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "prl.sft", "-m", *SMALL, f"cache_dir={tmp_path}/cache", "sweep=s", "seed=1"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "outputs/sweeps/s").glob("*/status.json"))
+
+
 def test_slurm_that_is_not_there_is_told(tmp_path):
     done = run(tmp_path, "hydra/launcher=slurm", "seed=1,2")
     assert done.returncode == 2
