@@ -85,10 +85,15 @@ def wait_for_queue(limit_s: float = 240) -> None:
 
 
 def states(directory: Path) -> dict[str, str]:
-    """Job of each element -> its last state in the accounting."""
+    """Job of each element -> its last state in the accounting, which lags behind the queue by seconds."""
     jobs = ",".join(job["job_id"] for job in sweep_of(directory)["submissions"])
-    lines = ask("sacct", "-X", "-n", "-P", "-o", "jobid,state", "-j", jobs).splitlines()
-    return dict(line.split("|") for line in lines)
+
+    def told() -> dict[str, str]:
+        lines = ask("sacct", "-X", "-n", "-P", "-o", "jobid,state", "-j", jobs).splitlines()
+        return dict(line.split("|") for line in lines)
+
+    wait_until(lambda: not {"RUNNING", "PENDING", "REQUEUED"} & set(told().values()), 60, "the end in the accounting")
+    return told()
 
 
 def processes_in(directory: Path) -> list[psutil.Process]:
