@@ -137,7 +137,7 @@ def _row(directory: Path, run: Path) -> tuple[str, ...]:
 def last_rows(run: Path) -> dict[str, Any]:
     """The newest value of each metric, of the last rows that trainer and orchestrator wrote."""
     newest: dict[str, Any] = {}
-    for role in ("trainer.0", "orchestrator"):
+    for role in ("orchestrator", "trainer.0"):  # the trainer's tokens_per_s is the one of the final table
         for line in tail(run / "metrics" / f"{role}.jsonl"):
             with contextlib.suppress(ValueError):  # the first one may be cut
                 newest.update(json.loads(line))
