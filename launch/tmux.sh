@@ -15,7 +15,7 @@ follow() { # follow NAME GLOB: the newest lines of these logs, from now on, also
 }
 
 if ! tmux has-session -t "=$session" 2>/dev/null; then
-  tmux new-session -d -s "$session" -x 220 -y 60 "$(follow trainer 'trainer.0*.log')"
+  tmux new-session -d -s "$session" -x 220 -y 60 "$(follow trainer 'latest.trainer.log')"
   tmux split-window -h -t "=$session:" "$(follow orchestrator 'orchestrator*.log')"
   tmux split-window -v -t "=$session:" "$(follow environments 'env*.log')"
   tmux select-pane -t "=$session:.0"

@@ -115,7 +115,7 @@ def test_two_runs_make_one_warm_start_together(start: Start) -> None:
 def test_children_get_threads_and_marker_but_no_token(start: Start) -> None:
     root = start("debug.num_threads=3", script={"trainer/0": {"print_environment": True}})
     assert root.wait()[0] == 0
-    log = (root.run_dir / "logs" / "trainer.0.log").read_text()
+    log = (root.run_dir / "logs" / "trainer.0.0.log").read_text()
     environment = json.loads(next(line for line in log.splitlines() if line.startswith("ENV"))[4:])
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["PRL_RUN_MARKER"]

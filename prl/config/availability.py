@@ -22,5 +22,3 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     """All wishes of the config that must wait for a later version."""
     if config.inference.engine == "vllm":
         yield NotAvailableError("The vLLM engine", "inference.engine=vllm", "inference=torch")
-    if config.deployment.type == "multi_node":
-        yield NotAvailableError("Deployment on several nodes", "deployment.type=multi_node", "deployment=disaggregated")

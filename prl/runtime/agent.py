@@ -4,6 +4,9 @@ What a SLURM job starts on its node, and what starts a point by hand. Each start
 SLURM, a job that is warned of its end (SIGUSR2) saves, requeues itself and goes on from its checkpoint; so does one
 that is preempted, and one whose failure may pass (a node, a hang, a collective), as long as it advances or has retries
 left. scancel ends everything at once. Any other failure is one for SLURM too, by the exit code.
+
+Of a point on several nodes, the first node's agent does all that; the others serve it (prl.runtime.node_agent). Without
+SLURM, one command rehearses all nodes on one machine; `--node=0` here and `--node=1` and so on elsewhere are by hand.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
+from prl.runtime.job_nodes import BY_HAND, KEY, Meeting, announce, job_key, node_of_this_process
+from prl.runtime.node_agent import serve_node
 from prl.runtime.signals import StopSignals
 from prl.runtime.status_file import read_status
 
@@ -36,11 +41,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="prl agent", description=__doc__)
     parser.add_argument("point", type=Path, nargs="?", help="a run directory with its plan.json")
     parser.add_argument("--list", type=Path, help="a file of run directories, one line for each array element")
+    parser.add_argument("--node", type=int, help="this node's index, where nobody else starts the agents")
     arguments = parser.parse_args()
+    if arguments.node is not None:
+        os.environ.setdefault(KEY, BY_HAND)
     if (arguments.point is None) == (arguments.list is None):
         parser.error("give a point or a list")
     try:
-        code = run_attempt(arguments.point or choose(arguments.list))
+        path = (arguments.point or choose(arguments.list)).absolute()
+        node = node_of_this_process() if arguments.node is None else arguments.node
+        code = run_attempt(path) if node == 0 else take_part(path, node)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         code = 2
@@ -52,8 +62,19 @@ def choose(listing: Path) -> Path:
     return Path(listing.read_text().splitlines()[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))])
 
 
+def take_part(path: Path, node: int) -> int:
+    """One of the nodes that are not the first. Those that the point has no use for end at once."""
+    plan = read_plan(path)
+    if node >= plan.num_nodes:
+        return 0
+    return serve_node(path, node, plan.config.deployment.start_timeout_s)
+
+
 def run_attempt(path: Path) -> int:
-    """One attempt at a point. Returns the exit code for SLURM. Raises UserError for what a user can mend."""
+    """One attempt at a point, on its first node. Returns the exit code for SLURM.
+
+    Raises UserError for what a user can mend.
+    """
     plan = read_plan(path)
     before = read_attempts(path)
     number = len(before) + 1
@@ -72,7 +93,11 @@ def run_attempt(path: Path) -> int:
         with StopSignals() as signals:
             if job is not None:
                 threading.Thread(target=hasten_if_cancelled, args=(signals, job), daemon=True).start()
-            code = run_job(plan, signals)
+            try:
+                code = run_job(plan, signals)
+            finally:  # agents that still look for the root need not wait any longer
+                if plan.num_nodes > 1:
+                    announce(path, Meeting(job_key(), plan.num_nodes, ended=True))
             warned = signals.first == signal.SIGUSR2 or (signals.first == signal.SIGTERM and was_preempted(job))
     except UserError as raised:
         error, warned = raised, False

@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import socket
+import struct
 from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.runtime.reaper import MARKER
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
-def child_environment(plan: RunPlan, role: RolePlan | None, marker: str) -> dict[str, str]:
-    """Variables on top of the root's own. `role` is None for the metrics mirror.
+def child_environment(plan: RunPlan, role: RolePlan | None, marker: str, address: str | None = None) -> dict[str, str]:
+    """Variables on top of the root's own (or its agent's). `role` is None for the metrics mirror.
 
     They are set before the child starts, because OpenMP and CUDA read theirs when torch is loaded.
+
+    Args:
+        address: of this node, as other nodes reach it; None for a run on one node.
     """
-    threads = num_threads(plan) if role is not None and role.devices else 1
+    threads = num_threads(plan, role.node) if role is not None and role.devices else 1
     variables = dict.fromkeys(THREAD_VARIABLES, str(threads))
     variables |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", MARKER: marker}
     variables["CUDA_VISIBLE_DEVICES"] = visible_devices(plan, role)
+    interface = None if address is None or GLOO_INTERFACE in os.environ else interface_of(address)
+    if interface is not None:
+        variables[GLOO_INTERFACE] = interface
     return variables
 
 
-def num_threads(plan: RunPlan) -> int:
-    """CPU threads of an inference or trainer child."""
+def interface_of(address: str) -> str | None:
+    """Network interface that has an IPv4 address, where the system tells (Linux).
+
+    Gloo left alone takes what the host's name resolves to, which on many hosts is the loopback.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def num_threads(plan: RunPlan, node: int = 0) -> int:
+    """CPU threads of an inference or trainer child on a node."""
     if plan.config.debug.num_threads:
         return plan.config.debug.num_threads
-    engines, ranks = len(plan.roles_of("inference")), len(plan.roles_of("trainer"))
+    engines = sum(role.node == node for role in plan.roles_of("inference"))
+    ranks = sum(role.node == node for role in plan.roles_of("trainer"))
     takes_turns = plan.config.deployment.type == "colocated"
     return max(1, num_cores() // max(1, max(engines, ranks) if takes_turns else engines + ranks))
 

@@ -17,11 +17,12 @@ from prl.metrics.reader import truncate_rows
 from prl.planning.run_plan import RunPlan, make_plan
 from prl.runtime.checkpoints import discard_after, discard_unfinished, latest_valid, steps
 from prl.runtime.failures import Failure
+from prl.runtime.nodes import Nodes
 from prl.runtime.progress import Progress
 from prl.runtime.reaper import Reaper
 from prl.runtime.rundir import RunDir, claim
 from prl.runtime.signals import StopSignals
-from prl.runtime.status_file import StatusFile, read_status
+from prl.runtime.status_file import State, StatusFile, read_status
 from prl.runtime.supervisor import ENTRIES, Household, Outcome, Supervisor
 from prl.runtime.warm_start import warm_start
 
@@ -59,11 +60,12 @@ def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: 
         return 0
     progress.note(f"run directory {run_dir.path}")
     marker = secrets.token_hex(16)
-    reaper = Reaper(marker, run_dir.lock_fd)
+    reaper, nodes = Reaper(marker, run_dir.lock_fd), Nodes()
     try:
-        home = Household(reaper, marker, signals, progress, run_dir.run_id, entries)
+        home = Household(reaper, marker, signals, progress, run_dir.run_id, nodes, entries)
         outcome = _run_stages(plan, run_dir, home)
     finally:
+        nodes.end()
         progress.close()
         reaper.finish()
     return _conclude(plan, run_dir, outcome, signals)
@@ -77,6 +79,11 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
     status = StatusFile(path, plan.point_id, config.job, config.name, config.max_steps)
     home.reaper.tell(f"status {status.path}")
     try:
+        failure = home.nodes.gather(plan, path, home.reaper, home.signals, home.progress.note)
+        if failure is not None or home.signals.count:
+            state: State = "stopped" if failure is None else "failed"
+            status.update(state=state, failure=failure.to_status() if failure else None)
+            return Outcome(state, resume_step, failure)
         init_model_path, warm = warm_start(plan, path, home)
         if warm is not None and warm.state != "done":
             status.update(state=warm.state, failure=warm.failure.to_status() if warm.failure else None)

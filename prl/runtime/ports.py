@@ -36,24 +36,30 @@ class Leases:
         self.sockets.clear()
 
 
-def lease_ports(plan: RunPlan) -> Leases:
-    """One listening socket for each role that serves, and one for the trainers' rendezvous.
+def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Leases:
+    """One listening socket for each role of a node that serves, and one for the trainers' rendezvous if it is there.
+
+    Args:
+        address: of the node, as other nodes reach it; None for a run that is all on this one.
 
     Raises UserError when inference.port is taken; all other ports are whichever are free.
     """
     leases = Leases()
-    inference = plan.config.inference
+    inference, own = plan.config.inference, address or LOOPBACK
     for role in plan.roles:
-        if role.role == "trainer":
+        if role.node != node:
             continue
-        host, port = (inference.host, inference.port) if role.role == "inference" else (LOOPBACK, 0)
-        leased = _bind(host, port + role.index if port else 0)
-        leases.sockets[role.name] = leased
-        reachable = LOOPBACK if host in ("0.0.0.0", "") else host
+        if role.role == "trainer":
+            if role.index == 0:
+                leased = leases.sockets[RENDEZVOUS] = _bind(own, 0)
+                leases.endpoints[RENDEZVOUS] = f"{own}:{leased.getsockname()[1]}"
+            continue
+        host, port = (inference.host, inference.port) if role.role == "inference" else (own, 0)
+        if address is not None and host == LOOPBACK:  # the default, which the others could not reach
+            host = address
+        leased = leases.sockets[role.name] = _bind(host, port + role.local_rank if port else 0)
+        reachable = own if host in ("0.0.0.0", "") else host
         leases.endpoints[role.name] = f"http://{reachable}:{leased.getsockname()[1]}"
-    if plan.roles_of("trainer"):
-        leased = leases.sockets[RENDEZVOUS] = _bind(LOOPBACK, 0)
-        leases.endpoints[RENDEZVOUS] = f"{LOOPBACK}:{leased.getsockname()[1]}"
     return leases
 
 

@@ -14,14 +14,28 @@ from typing import Any
 
 from prl.planning.run_plan import RolePlan
 from prl.runtime.child import Boot
-from prl.runtime.failures import RECORD_BYTES, parse_error_record
+from prl.runtime.failures import RECORD_BYTES, count_oom_kills, parse_error_record
 from prl.runtime.guards import STACK_DUMP_SIGNAL
 from prl.runtime.heartbeat import Pulse
 from prl.runtime.reaper import Reaper
 
 
-def log_path(run_dir: Path, role_name: str) -> Path:
-    return run_dir / "logs" / f"{role_name.replace('/', '.')}.log"
+def log_path(run_dir: Path, name: str, role: RolePlan | None) -> Path:
+    """logs/ROLE.NODE.RANK.log, for an environment logs/env.NAME.NODE.RANK.log; without a role: logs/NAME.log."""
+    if role is None:
+        return run_dir / "logs" / f"{name}.log"
+    what = f"env.{name.partition('/')[2]}" if role.role == "env" else role.role
+    return run_dir / "logs" / f"{what}.{role.node}.{role.rank}.log"
+
+
+def link_latest(log: Path, role: RolePlan) -> None:
+    """logs/latest.ROLE.log -> the log of the role's first process, on whichever node that is."""
+    if role.index == 0:
+        link, partial = log.with_name(f"latest.{role.role}.log"), log.with_name(f".latest.{role.role}.log")
+        with contextlib.suppress(OSError):  # some filesystems have no links, and no run fails for that
+            partial.unlink(missing_ok=True)
+            partial.symlink_to(log.name)
+            os.replace(partial, link)
 
 
 class ChildProcess:
@@ -29,7 +43,8 @@ class ChildProcess:
 
     def __init__(self, run_dir: Path, name: str, role: RolePlan | None, reaper: Reaper) -> None:
         self.run_dir, self.name, self.role, self.reaper = run_dir, name, role, reaper
-        self.log = log_path(run_dir, name)
+        self.log = log_path(run_dir, name, role)
+        self.oom_kills_before = 0
         self.restarts = 0
         self.exit_code: int | None = None
         self.error: dict[str, Any] = {}  # of `parse_error_record`, once it has failed
@@ -40,8 +55,11 @@ class ChildProcess:
         From the main thread only: PR_SET_PDEATHSIG fires when the *thread* that forked ends (prctl(2)).
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.role is not None:
+            link_latest(self.log, self.role)
         self.pulse = Pulse(self.run_dir, self.name)
         self.exit_code, self.error = None, {}
+        self.oom_kills_before = count_oom_kills()
         self._error_pipe, error_fd = os.pipe()
         with open(self.log, "ab") as log:
             log.write(f"--- {self.name} starts {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
@@ -71,6 +89,11 @@ class ChildProcess:
             self.reaper.tell(f"-{self.popen.pid}")
             self._read_error()
         return self.exit_code
+
+    @property
+    def oom_kills(self) -> int:
+        """Processes of this node that the kernel has killed for memory since the child was started."""
+        return count_oom_kills() - self.oom_kills_before
 
     def _read_error(self) -> None:
         os.set_blocking(self._error_pipe, False)  # a process it left may hold the other end

@@ -28,8 +28,8 @@ KILL_TIMEOUT_S = 5.0
 class Reaper:
     """The root's side."""
 
-    def __init__(self, marker: str, lock_fd: int) -> None:
-        """`lock_fd`: the run directory's lock, which the reaper holds until the last process is gone."""
+    def __init__(self, marker: str, lock_fd: int | None) -> None:
+        """`lock_fd`: the run directory's lock, which the reaper of the root holds until the last process is gone."""
         self.marker, self.lock_fd = marker, lock_fd
         self.told: list[str] = []
         self.process = self._start()
@@ -41,7 +41,7 @@ class Reaper:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            pass_fds=(self.lock_fd,),
+            pass_fds=() if self.lock_fd is None else (self.lock_fd,),
         )
 
     def revive(self) -> None:

@@ -19,10 +19,10 @@ from prl.runtime.failures import (
     Failure,
     blame_rank,
     classify,
-    count_oom_kills,
     describe,
     log_tail,
 )
+from prl.runtime.nodes import Nodes, RemoteChild
 from prl.runtime.ports import lease_ports
 from prl.runtime.process import ChildProcess
 from prl.runtime.progress import Progress
@@ -50,6 +50,9 @@ MIRROR_STOP_S = 10.0
 MIRROR_STOP_AFTER_FAILURE_S = 2.0
 
 
+Child = ChildProcess | RemoteChild  # here, or on another node
+
+
 @dataclass(frozen=True)
 class Household:
     """What the trees of one run (warm start, then the job) share."""
@@ -59,6 +62,7 @@ class Household:
     signals: StopSignals
     progress: Progress
     run_id: str
+    nodes: Nodes = field(default_factory=Nodes)
     entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
 
 
@@ -84,12 +88,12 @@ class Supervisor:
         self.plan, self.run_dir, self.home, self.status = plan, run_dir, household, status
         self.resume_step, self.init_model_path = resume_step, init_model_path
         self.token = secrets.token_hex(16)
-        self.leases = lease_ports(plan)
+        self.leases = lease_ports(plan, node=0, address=household.nodes.address)
+        self.endpoints = dict(self.leases.endpoints)  # those of other nodes join them
         self.view = RunView(plan, run_dir, step=resume_step)
-        self.children: list[ChildProcess] = []  # in the order of starting
+        self.children: list[Child] = []  # in the order of starting
         self.mirror: ChildProcess | None = None
         self.env_restarts = 0
-        self.oom_kills_before = count_oom_kills()
 
     def run(self) -> Outcome:
         """Start, watch, end. Nothing is left running when this returns or raises."""
@@ -110,8 +114,11 @@ class Supervisor:
     # --- start ----------------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
+        self.endpoints |= self.home.nodes.lease(self.run_dir)
+        if self._find_lost_node() is not None:
+            return
         for role in sorted(self.plan.roles, key=lambda role: START_ORDER.index(role.role)):
-            child = ChildProcess(self.run_dir, role.name, role, self.home.reaper)
+            child = self._make_child(role)
             self._start(child)
             self.children.append(child)
             if role.role != "env":  # the others are never restarted
@@ -120,12 +127,17 @@ class Supervisor:
             self.mirror = ChildProcess(self.run_dir, WANDB, None, self.home.reaper)
             self._start(self.mirror)
 
-    def _start(self, child: ChildProcess) -> None:
+    def _make_child(self, role: RolePlan) -> Child:
+        if role.node == 0:
+            return ChildProcess(self.run_dir, role.name, role, self.home.reaper)
+        return RemoteChild(self.run_dir, role, self.home.nodes.by_index[role.node])
+
+    def _start(self, child: Child) -> None:
         leased = self.leases.socket_for(child.name)
         boot = Boot(
             root_pid=os.getpid(),
             entry=self._entry(child.role),
-            endpoints=self.leases.endpoints,
+            endpoints=self.endpoints,
             token=self.token,
             listen_fd=None if leased is None else leased.fileno(),
             error_fd=-1,  # set by the child's process
@@ -133,7 +145,8 @@ class Supervisor:
             init_model_path=self.init_model_path,
             wandb_run_id=self.home.run_id,
         )
-        child.start(boot, child_environment(self.plan, child.role, self.home.marker))
+        address = self.home.nodes.address
+        child.start(boot, child_environment(self.plan, child.role, self.home.marker, address))
 
     def _entry(self, role: RolePlan | None) -> str:
         if role is None:
@@ -163,7 +176,7 @@ class Supervisor:
                 self.home.progress.note(f"the wandb mirror ended, the run goes on; see {self.mirror.log}")
             self.mirror = None
 
-    def _workers(self) -> list[ChildProcess]:
+    def _workers(self) -> list[Child]:
         """Children whose return with exit code 0 completes the job: trainers and orchestrator."""
         return [child for child in self.children if child.role and child.role.role in ("trainer", "orchestrator")]
 
@@ -171,12 +184,18 @@ class Supervisor:
         workers = self._workers()
         return bool(workers) and all(child.poll() == 0 for child in workers)
 
-    def _is_dead(self, child: ChildProcess) -> bool:
+    def _is_dead(self, child: Child) -> bool:
         """Ended when it should not have."""
         code = child.poll()
         return code is not None and not (code == 0 and child in self._workers())
 
+    def _find_lost_node(self) -> Failure | None:
+        return self.home.nodes.find_lost(self.run_dir)
+
     def _find_failure(self) -> Failure | None:
+        lost = self._find_lost_node()
+        if lost is not None:
+            return lost
         for child in self.children:
             if self._is_dead(child):
                 if not self._restart(child):
@@ -185,7 +204,7 @@ class Supervisor:
                 child.pulse.check()
         return self._find_hang()
 
-    def _restart(self, child: ChildProcess) -> bool:
+    def _restart(self, child: Child) -> bool:
         """Environments run other people's code; one that was up may die MAX_ENV_RESTARTS times in a run."""
         assert child.role is not None
         child.pulse.check()
@@ -202,21 +221,23 @@ class Supervisor:
     def _blame(self) -> Failure:
         """The failure of the child that died first, among those that are dead a moment later."""
         time.sleep(BLAME_WINDOW_S)
+        lost = self._find_lost_node()
+        if lost is not None:  # its children were the first to die, and those here only lost their peers
+            return lost
         dead = [child for child in self.children if self._is_dead(child)]
         failures = [(child, self._failure_of(child)) for child in dead]
         return min(failures, key=lambda pair: self._suspicion(*pair))[1]
 
-    def _suspicion(self, child: ChildProcess, failure: Failure) -> int:
+    def _suspicion(self, child: Child, failure: Failure) -> int:
         assert child.exit_code is not None
         return blame_rank(child.exit_code, child.error, failure.kind)
 
-    def _failure_of(self, child: ChildProcess) -> Failure:
+    def _failure_of(self, child: Child) -> Failure:
         assert child.role is not None
         assert child.exit_code is not None
         error, tail = child.error, log_tail(child.log)
-        oom_kills = count_oom_kills() - self.oom_kills_before
-        kind = classify(child.role.role, child.exit_code, error, tail, oom_kills)
-        message = describe(child.exit_code, error, oom_kills)
+        kind = classify(child.role.role, child.exit_code, error, tail, child.oom_kills)
+        message = describe(child.exit_code, error, child.oom_kills)
         user_error = error.get("user_error")
         role = child.role
         return Failure(kind, role.name, role.rank, role.node, message, str(child.log), tail, user_error)
@@ -241,7 +262,7 @@ class Supervisor:
             return self._hang(late[0], f"not ready {late[0].pulse.age_s():.0f} s after its start ({limit})")
         return None
 
-    def _hang(self, child: ChildProcess, message: str) -> Failure:
+    def _hang(self, child: Child, message: str) -> Failure:
         assert child.role is not None
         child.dump_stacks()
         time.sleep(DUMP_WAIT_S)
@@ -254,7 +275,7 @@ class Supervisor:
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
             self.status.update(state="running", began=True, **self._snapshot())
             if self.plan.config.job == "inference":
-                urls = ", ".join(self.leases.endpoints[role.name] for role in self.plan.roles_of("inference"))
+                urls = ", ".join(self.endpoints[role.name] for role in self.plan.roles_of("inference"))
                 self.home.progress.note(f"serving {self.plan.config.model.name} at {urls}; Ctrl-C stops")
         else:
             self.status.update(**self._snapshot())
@@ -292,7 +313,7 @@ class Supervisor:
         self._wind_down(SERVER_STOP_S if was_running and failure is None else SHORT_STOP_S)
         return Outcome("stopped", self._final_step(), failure)
 
-    def _stop_targets(self) -> Iterable[ChildProcess]:
+    def _stop_targets(self) -> Iterable[Child]:
         """In RL the orchestrator tells the trainers to stop at a step boundary; in SFT all ranks agree on one."""
         leader = "orchestrator" if self.plan.config.job == "rl" else "trainer"
         return (child for child in self.children if child.role and child.role.role == leader)
@@ -324,7 +345,7 @@ class Supervisor:
                 self._lose_patience([child for child in group if child.alive], timeout_s)
         self._end_mirror(MIRROR_STOP_S)
 
-    def _lose_patience(self, late: list[ChildProcess], timeout_s: float) -> None:
+    def _lose_patience(self, late: list[Child], timeout_s: float) -> None:
         """Kill who did not stop; what they were doing is in their logs, unless the user is in a hurry."""
         if self.home.signals.count < 2:
             for child in late:

@@ -1,0 +1,120 @@
+"""Which node of a job this process is on, how the others reach the first one, and where they learn that.
+
+The root stands on node 0. It writes `nodes.json` into the run directory, which all nodes see; the agents of the other
+nodes wait for one that bears the key of their job, so that the file of an earlier attempt fools nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prl.config.errors import UserError
+
+NODES_FILE = "nodes.json"
+KEY = "PRL_NODES_KEY"  # environment variable: the key of a job that is not SLURM's
+BY_HAND = "by-hand"
+POLL_S = 0.2
+CONNECT_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How to reach the root. `hosts` are tried one after another; `ended`: there is no run to take part in."""
+
+    key: str
+    num_nodes: int
+    hosts: tuple[str, ...] = ()
+    port: int = 0
+    token: str = ""
+    ended: bool = False
+
+
+def node_of_this_process() -> int:
+    """The index within the job; 0 outside SLURM. (Not `SLURM_NODEID` alone: salloc's shell has it too.)"""
+    return int(os.environ["SLURM_NODEID"]) if "SLURM_STEP_ID" in os.environ else 0
+
+
+def nodes_of_step() -> int:
+    """Nodes on which SLURM has started agents; 0 if it has not."""
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if "SLURM_STEP_ID" in os.environ else 0
+
+
+def job_key() -> str:
+    """The same on all nodes of one attempt, and another for each attempt."""
+    if KEY in os.environ:
+        return os.environ[KEY]
+    if "SLURM_STEP_ID" not in os.environ:
+        return BY_HAND
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}-{restarts}"
+
+
+def own_hosts() -> tuple[str, ...]:
+    """Names and addresses by which other nodes may reach this one, best first."""
+    found = [slurm_address(), socket.gethostname()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 9))  # nothing is sent: it asks which address the default route has
+            found.append(probe.getsockname()[0])
+        except OSError:
+            pass
+    return tuple(dict.fromkeys(host for host in found if host))
+
+
+def slurm_address() -> str | None:
+    """NodeAddr of this node: what SLURM itself talks to."""
+    node = os.environ.get("SLURMD_NODENAME")
+    if node is None:
+        return None
+    asked = subprocess.run(
+        ["scontrol", "--oneliner", "show", "node", node], capture_output=True, text=True, check=False
+    ).stdout
+    return next((word.removeprefix("NodeAddr=") for word in asked.split() if word.startswith("NodeAddr=")), node)
+
+
+def announce(run_dir: Path, meeting: Meeting) -> None:
+    """Replace nodes.json. It holds a token: nobody else may read it."""
+    path = run_dir / NODES_FILE
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    partial.touch(0o600)
+    partial.write_text(json.dumps(asdict(meeting)) + "\n")
+    os.replace(partial, path)
+
+
+def read_meeting(run_dir: Path) -> Meeting | None:
+    """What the root of this job has announced, if it has."""
+    try:
+        content = json.loads((run_dir / NODES_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    meeting = Meeting(**content | {"hosts": tuple(content["hosts"])})
+    return meeting if meeting.key == job_key() else None
+
+
+def connect(run_dir: Path, limit_s: float) -> tuple[socket.socket, Meeting] | None:
+    """A connection to the root; None if its run has ended meanwhile. Raises UserError when `limit_s` is over."""
+    deadline = time.monotonic() + limit_s
+    tried = f"no {NODES_FILE} of this job appeared there"
+    while time.monotonic() < deadline:
+        meeting = read_meeting(run_dir)
+        if meeting is not None and meeting.ended:
+            return None
+        for host, known in [] if meeting is None else [(host, meeting) for host in meeting.hosts]:
+            try:
+                return socket.create_connection((host, known.port), timeout=CONNECT_LIMIT_S), known
+            except OSError as error:
+                tried = f"{host}:{known.port}: {error}"
+        time.sleep(POLL_S)
+    raise UserError(
+        f"Node {node_of_this_process()} found no root of its run within {limit_s:g} s.",
+        where=f"{run_dir / NODES_FILE}, deployment.start_timeout_s={limit_s:g}",
+        why=tried,
+        fix="output_dir on a filesystem that all nodes share; open ports between the nodes",
+    )

@@ -1,0 +1,149 @@
+"""The agent of a node that is not the first: starts, watches and ends this node's children as the root tells it.
+
+The root decides; the agent reports. When the root is gone, everything here is ended. Signals are the root's business:
+a scheduler sends them to every node, and the root is told too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from prl.config.errors import UserError
+from prl.planning.run_plan import RunPlan, plan_from_json
+from prl.runtime.child import WANDB, Boot
+from prl.runtime.environment import child_environment
+from prl.runtime.job_nodes import connect
+from prl.runtime.ports import Leases, lease_ports
+from prl.runtime.process import ChildProcess
+from prl.runtime.reaper import Reaper
+from prl.runtime.signals import STOP_SIGNALS
+from prl.runtime.wire import Message, Wire
+
+POLL_S = 0.02
+REPORT_INTERVAL_S = 1.0  # of a child with no news
+STOP_S = 5.0
+
+
+def serve_node(run_dir: Path, node: int, limit_s: float) -> int:
+    """Take part in the run that lives in `run_dir` as its node `node`, to its end. Returns the exit code.
+
+    Raises UserError if no root is found within `limit_s`.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    found = connect(run_dir, limit_s)
+    if found is None:
+        return 0
+    connection, meeting = found
+    wire = Wire(connection)
+    wire.send({"hello": node, "token": meeting.token, "host": socket.gethostname(), "pid": os.getpid()})
+    welcome = wire.wait(limit_s)
+    if welcome is None or "welcome" not in welcome:
+        return 0 if welcome is not None else 1  # told that it is not needed; or the root is gone
+    return NodeAgent(wire, node, welcome["welcome"]).run()
+
+
+class NodeAgent:
+    """One node of one run. `run` is called once."""
+
+    def __init__(self, wire: Wire, node: int, marker: str) -> None:
+        self.wire, self.node, self.marker = wire, node, marker
+        self.reaper = Reaper(marker, None)
+        self.leases = Leases()
+        self.plan: RunPlan | None = None
+        self.run_dir = Path()
+        self.children: dict[str, ChildProcess] = {}
+        self.told: dict[str, tuple[float, Message]] = {}  # child -> when it was last reported, and how
+        self.ended = False
+
+    def run(self) -> int:
+        try:
+            while not self.ended and self.wire.lost is None:
+                for message in self.wire.poll():
+                    self.obey(message)
+                self.report()
+                self.reaper.revive()
+                self.wire.ping()
+                time.sleep(POLL_S)
+        finally:
+            self.forget_children()
+            self.reaper.finish()
+            self.wire.close()
+        return 0 if self.ended else 1
+
+    def obey(self, message: Message) -> None:
+        do = message["do"]
+        if do == "lease":
+            self.lease(Path(message["run_dir"]))
+        elif do == "start":
+            self.start(message["name"], message["boot"])
+        elif do == "signal":
+            child = self.children[message["name"]]
+            {"TERM": child.terminate, "KILL": child.kill, "STACKS": child.dump_stacks}[message["signal"]]()
+        elif do == "end":
+            self.ended = True
+
+    def lease(self, run_dir: Path) -> None:
+        """A new tree begins (the warm start, then the job): its ports on this node, or why they are not to be had."""
+        self.forget_children()
+        self.run_dir = run_dir
+        self.plan = plan_from_json((run_dir / "plan.json").read_text())
+        try:
+            self.leases = lease_ports(self.plan, self.node, self.wire.own_address)
+        except UserError as error:
+            parts = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+            self.wire.send({"refused": parts})
+            return
+        self.wire.send({"leased": self.leases.endpoints})
+
+    def start(self, name: str, boot: dict[str, Any]) -> None:
+        assert self.plan is not None
+        assert name != WANDB, "the mirror lives on the first node"
+        role = next(role for role in self.plan.roles if role.name == name)
+        child = self.children.get(name) or ChildProcess(self.run_dir, name, role, self.reaper)
+        leased = self.leases.socket_for(name)
+        listen_fd = None if leased is None else leased.fileno()
+        environment = child_environment(self.plan, role, self.marker, self.wire.own_address)
+        child.start(Boot(**boot | {"root_pid": os.getpid(), "listen_fd": listen_fd}), environment)
+        self.children[name] = child
+        self.told.pop(name, None)
+        if role.role != "env":  # an environment may be started again, and needs its socket then
+            self.leases.release(name)
+
+    def report(self) -> None:
+        """What has changed about the children; all of it once a second."""
+        for name, child in self.children.items():
+            state = self.state_of(child)
+            told_s, before = self.told.get(name, (0.0, {}))
+            fresh = {"silent_s": 0.0}
+            if before | fresh != state | fresh or (child.alive and time.monotonic() - told_s >= REPORT_INTERVAL_S):
+                self.told[name] = (time.monotonic(), state)
+                self.wire.send({"child": name, **state})
+
+    def state_of(self, child: ChildProcess) -> Message:
+        exit_code = child.poll()
+        if exit_code is None:
+            child.pulse.check()
+        return {
+            "pid": child.popen.pid,
+            "ready": child.pulse.ready,
+            "silent_s": child.pulse.silent_s(),
+            "exit": exit_code,
+            "error": child.error,
+            "oom_kills": child.oom_kills,
+        }
+
+    def forget_children(self) -> None:
+        """Whatever lives of an earlier tree ends here."""
+        for child in self.children.values():
+            child.kill()
+        for child in self.children.values():
+            child.wait(STOP_S)
+        self.children.clear()
+        self.told.clear()
+        self.leases.close()

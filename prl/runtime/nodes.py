@@ -1,0 +1,274 @@
+"""The other nodes of a run as the root sees them: it waits for their agents, and starts children there through them.
+
+Under SLURM, srun has started one agent on each node. Elsewhere the root starts agents on its own machine, each posing
+as a node: a rehearsal of a layout of several nodes, with the node's GPUs cut out of this machine's, or on CPU slots.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prl.config.errors import UserError
+from prl.planning.run_plan import RolePlan, RunPlan
+from prl.runtime.child import Boot
+from prl.runtime.failures import Failure
+from prl.runtime.job_nodes import BY_HAND, KEY, NODES_FILE, Meeting, announce, job_key, nodes_of_step, own_hosts
+from prl.runtime.ports import LOOPBACK
+from prl.runtime.process import log_path
+from prl.runtime.reaper import Reaper
+from prl.runtime.signals import StopSignals
+from prl.runtime.wire import Message, Wire
+
+ANSWER_LIMIT_S = 60.0
+STOP_S = 5.0
+POLL_S = 0.02
+BACKLOG = 1024
+
+
+class Node:
+    """One other node. `children` are those of the tree that now lives there."""
+
+    def __init__(self, index: int, host: str, wire: Wire) -> None:
+        self.index, self.host, self.wire = index, host, wire
+        self.children: dict[str, RemoteChild] = {}
+        self.answer: Message | None = None
+
+    def read(self) -> None:
+        for message in self.wire.poll():
+            if "child" in message:
+                child = self.children.get(message["child"])
+                if child is not None:  # else of the tree before this one
+                    child.hear(message)
+            else:
+                self.answer = message
+
+    @property
+    def lost(self) -> str | None:
+        self.read()
+        return self.wire.lost
+
+    def lease(self, run_dir: Path) -> dict[str, str]:
+        """Endpoints of a tree's roles on this node; none if the node is lost. Raises the UserError of the agent."""
+        self.children.clear()
+        self.answer = None
+        self.wire.send({"do": "lease", "run_dir": str(run_dir)})
+        deadline = time.monotonic() + ANSWER_LIMIT_S
+        while self.answer is None and self.lost is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        if self.answer is not None and "refused" in self.answer:
+            raise UserError(**self.answer["refused"])
+        return {} if self.answer is None else self.answer["leased"]
+
+
+class RemotePulse:
+    """`Pulse` of a child elsewhere, as its agent reports it."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.started_s = self.heard_s = time.monotonic()
+        self.silent_then_s = 0.0
+
+    def check(self) -> None:
+        """Nothing to look at: reports come by themselves."""
+
+    def silent_s(self) -> float:
+        return self.silent_then_s + time.monotonic() - self.heard_s
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+
+class RemoteChild:
+    """What `ChildProcess` is for a child on this node, for one on another. Of a lost node all children are dead."""
+
+    def __init__(self, run_dir: Path, role: RolePlan, node: Node) -> None:
+        self.name, self.role, self.node = role.name, role, node
+        self.log = log_path(run_dir, role.name, role)
+        self.restarts = 0
+        self.pulse = RemotePulse()
+        self.pid = 0
+        self.oom_kills = 0
+        self.exit_code: int | None = None
+        self.error: dict[str, Any] = {}
+
+    def start(self, boot: Boot, environment: dict[str, str]) -> None:
+        """The agent makes the environment, which depends on its node."""
+        self.pulse = RemotePulse()
+        self.exit_code, self.error = None, {}
+        self.node.children[self.name] = self
+        self.node.wire.send({"do": "start", "name": self.name, "boot": asdict(boot)})
+
+    def hear(self, message: Message) -> None:
+        self.pid, self.oom_kills, self.error = message["pid"], message["oom_kills"], message["error"]
+        self.pulse.ready = message["ready"]
+        self.pulse.heard_s, self.pulse.silent_then_s = time.monotonic(), message["silent_s"]
+        self.exit_code = message["exit"]
+
+    def poll(self) -> int | None:
+        self.node.read()
+        if self.exit_code is None and self.node.wire.lost is not None:
+            self.exit_code = -9
+        return self.exit_code
+
+    @property
+    def alive(self) -> bool:
+        return self.poll() is None
+
+    def terminate(self) -> None:
+        self._signal("TERM")
+
+    def kill(self) -> None:
+        self._signal("KILL")
+
+    def dump_stacks(self) -> None:
+        self._signal("STACKS")
+
+    def _signal(self, name: str) -> None:
+        if self.alive:
+            self.node.wire.send({"do": "signal", "name": self.name, "signal": name})
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self.alive:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def snapshot(self) -> dict[str, Any]:
+        exit_code = self.poll()
+        state = "exited" if exit_code is not None else "ready" if self.pulse.ready else "starting"
+        return {"pid": self.pid, "state": state, "exit": exit_code, "node": self.node.host}
+
+
+class Nodes:
+    """All other nodes of a run; none for a run on one."""
+
+    def __init__(self) -> None:
+        self.by_index: dict[int, Node] = {}
+        self.address: str | None = None  # of this node, as the others reach it
+        self.posing: list[subprocess.Popen[bytes]] = []  # agents that the root itself has started
+        self.announced: list[Path] = []
+        self._ended = threading.Event()
+
+    def gather(
+        self, plan: RunPlan, run_dir: Path, reaper: Reaper, signals: StopSignals, note: Callable[[str], None]
+    ) -> Failure | None:
+        """Wait until all other nodes have joined. Returns why they could not; None also when a signal came."""
+        if plan.num_nodes == 1:
+            return None
+        with socket.create_server(("", 0), backlog=BACKLOG) as listener:
+            alone = has_no_agents()
+            key, hosts = (secrets.token_hex(8), (LOOPBACK,)) if alone else (job_key(), own_hosts())
+            token = secrets.token_hex(16)
+            self.announced.append(run_dir / NODES_FILE)
+            announce(run_dir, Meeting(key, plan.num_nodes, hosts, listener.getsockname()[1], token))
+            if alone:
+                note(f"{plan.num_nodes} nodes, all of them on this machine")
+                self._pose(plan, run_dir, key, reaper)
+            limit_s = plan.config.deployment.start_timeout_s
+            deadline = time.monotonic() + limit_s
+            while len(self.by_index) < plan.num_nodes - 1 and not signals.count and time.monotonic() < deadline:
+                self._accept(listener, plan.num_nodes, token, reaper.marker)
+        threading.Thread(target=self._ping, daemon=True).start()
+        missing = [index for index in range(1, plan.num_nodes) if index not in self.by_index]
+        if signals.count or not missing:
+            return None
+        names = ", ".join(map(str, missing))
+        message = f"node {names} did not join within deployment.start_timeout_s={limit_s:g}"
+        return Failure("node", "agent", missing[0], missing[0], message, str(run_dir / "logs"))
+
+    def _pose(self, plan: RunPlan, run_dir: Path, key: str, reaper: Reaper) -> None:
+        for node in range(1, plan.num_nodes):
+            log = run_dir / "logs" / f"agent.{node}.log"
+            log.parent.mkdir(exist_ok=True)
+            with log.open("ab") as file:
+                agent = subprocess.Popen(
+                    [sys.executable, "-m", "prl.runtime.agent", str(run_dir), f"--node={node}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, KEY: key, **devices_of(node, plan.config.deployment.gpus_per_node)},
+                    start_new_session=True,
+                )
+            reaper.tell(f"+{agent.pid}")
+            self.posing.append(agent)
+
+    def _accept(self, listener: socket.socket, num_nodes: int, token: str, marker: str) -> None:
+        listener.settimeout(0.1)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            return
+        wire = Wire(connection)
+        hello = wire.wait(ANSWER_LIMIT_S / 10)
+        if hello is None or not secrets.compare_digest(str(hello.get("token")), token):
+            wire.close()
+            return
+        index = hello["hello"]
+        if not 0 < index < num_nodes or index in self.by_index:
+            wire.send({"superfluous": index})
+            wire.close()
+            return
+        wire.send({"welcome": marker})
+        self.by_index[index] = Node(index, hello["host"], wire)
+        self.address = wire.own_address
+
+    def _ping(self) -> None:
+        """A thread, because the main one may check a large checkpoint for minutes."""
+        while not self._ended.wait(1.0):
+            for node in self.by_index.values():
+                node.wire.ping()
+
+    def lease(self, run_dir: Path) -> dict[str, str]:
+        """Endpoints of a tree's roles on all other nodes. Raises UserError when a port is taken there."""
+        return {name: url for node in self.by_index.values() for name, url in node.lease(run_dir).items()}
+
+    def find_lost(self, run_dir: Path) -> Failure | None:
+        for node in self.by_index.values():
+            why = node.lost
+            if why is not None:
+                message = f"node {node.index} ({node.host}) is lost: {why}"
+                return Failure("node", "agent", node.index, node.index, message, str(run_dir / "logs"))
+        return None
+
+    def end(self) -> None:
+        """Send the agents home; those that this process has started are waited for."""
+        self._ended.set()
+        for path in self.announced:
+            path.unlink(missing_ok=True)
+        for node in self.by_index.values():
+            node.wire.send({"do": "end"})
+            node.wire.close()
+        deadline = time.monotonic() + STOP_S
+        for agent in self.posing:
+            try:
+                agent.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+
+def has_no_agents() -> bool:
+    """Whether nobody else starts agents: neither SLURM, nor a person on other machines."""
+    return nodes_of_step() <= 1 and os.environ.get(KEY) != BY_HAND
+
+
+def devices_of(node: int, gpus_per_node: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of an agent that poses as a node on this machine: its cut of what the root has."""
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = node * gpus_per_node
+    names = [str(i) for i in range(first, first + gpus_per_node)]
+    if outer is not None:
+        names = [name for name in outer.split(",") if name.strip()][first : first + gpus_per_node]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
