@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,18 +51,20 @@ class Root:
         config: str = "rl",
         script: dict | None = None,
         stdout: int = subprocess.PIPE,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.run_dir, self.tag = run_dir, uuid.uuid4().hex
-        environment = os.environ | {
+        variables = os.environ | {
             "ROLE_SCRIPT": json.dumps(script or {}),
             "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
             TAG: self.tag,
+            **(environment or {}),
         }
         config_path = run_dir.parent / f"config-{self.tag}.json"
         config_path.write_text(make_config(config, overrides, run_dir).model_dump_json())
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "runtime_roles.py"), str(config_path)],
-            env=environment,
+            env=variables,
             cwd=run_dir.parent,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -100,6 +103,23 @@ class Root:
         self.process.communicate()
         for pid in self.alive():
             os.kill(pid, signal.SIGKILL)
+
+
+Start = Callable[..., Root]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts roots, and ends them after the test."""
+    roots: list[Root] = []
+
+    def start_root(*overrides: str, name: str = "run", **more: Any) -> Root:
+        roots.append(Root(tmp_path / name, *overrides, **more))
+        return roots[-1]
+
+    yield start_root
+    for root in roots:
+        root.end()
 
 
 def rows_written(run_dir: Path) -> int:

@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from runtime_tree import Root, mount_small_disk, read_bytes, wait_for
+from runtime_tree import Root, Start, mount_small_disk, read_bytes, start, wait_for
 
 from prl.metrics.reader import read_rows
 from prl.runtime.checkpoints import steps
@@ -26,21 +25,7 @@ SLOW_STEPS = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
 WAITS = {"orchestrator": {"step_s": 5}, "trainer/0": {"step_s": 5}}
 MANY = "max_steps=1000"
 
-Start = Callable[..., Root]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts roots, and ends them after the test."""
-    roots: list[Root] = []
-
-    def start_root(*overrides: str, name: str = "run", **more: Any) -> Root:
-        roots.append(Root(tmp_path / name, *overrides, **more))
-        return roots[-1]
-
-    yield start_root
-    for root in roots:
-        root.end()
+__all__ = ["start"]  # the fixture
 
 
 def logged_steps(root: Root) -> list[int]:

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from prl.config.schema import WeightTransportConfig
 from prl.transport import weights
 from prl.transport.weights import FilesystemPublisher, SharedMemoryPublisher, make_publisher, receive
 
-KINDS = ("filesystem", "shared_memory")
+KINDS = ("filesystem", "shared_memory", "tcp")
+LOOPBACK = "127.0.0.1"
 
 
 def tensors(seed=0):
@@ -37,7 +40,8 @@ def kind(request):
 
 @pytest.fixture
 def publisher(kind, tmp_path):
-    made = make_publisher(WeightTransportConfig(type=kind, keep=2), tmp_path / "weights", f"test{os.getpid()}")
+    config = WeightTransportConfig(type=kind, keep=2, timeout_s=5)
+    made = make_publisher(config, tmp_path / "weights", f"test{os.getpid()}", LOOPBACK)
     yield made
     made.acknowledge()
 
@@ -63,13 +67,25 @@ def test_what_was_received_outlives_the_acknowledgement(publisher):
     assert torch.equal(got["matrix"], dict(tensors())["matrix"])
 
 
+@pytest.fixture
+def file_publisher(tmp_path, request):
+    config = WeightTransportConfig(type=request.param, keep=2)
+    made = make_publisher(config, tmp_path / "weights", f"test{os.getpid()}", LOOPBACK)
+    yield made
+    made.acknowledge()
+
+
+in_files = pytest.mark.parametrize("file_publisher", ["filesystem", "shared_memory"], indirect=True)
+
+
 def data_file(info):
     path = Path(info["path"])
     return path / "model.safetensors" if path.is_dir() else path
 
 
-def test_a_flipped_bit_is_noticed(publisher):
-    info = publisher.publish(1, tensors())
+@in_files
+def test_a_flipped_bit_is_noticed(file_publisher):
+    info = file_publisher.publish(1, tensors())
     path = data_file(info)
     with path.open("r+b") as file:
         file.seek(-20, os.SEEK_END)
@@ -81,11 +97,58 @@ def test_a_flipped_bit_is_noticed(publisher):
     assert len(list(receive(info, verify=False))) == len(tensors())
 
 
-def test_a_source_that_is_gone_is_an_os_error(publisher):
-    info = publisher.publish(1, tensors())
+@in_files
+def test_a_source_that_is_gone_is_an_os_error(file_publisher):
+    info = file_publisher.publish(1, tensors())
     data_file(info).unlink()
     with pytest.raises(OSError, match="No such file"):
         list(receive(info))
+
+
+def tcp_publisher(timeout_s=5.0):
+    return make_publisher(WeightTransportConfig(type="tcp", timeout_s=timeout_s), Path("unused"), "", LOOPBACK)
+
+
+def test_a_bit_flipped_on_the_way_is_noticed():
+    publisher = tcp_publisher()
+    info = publisher.publish(1, tensors())
+    (data,) = publisher.server.versions.values()
+    data[-20] ^= 1
+    with pytest.raises(ValueError, match=f"127.0.0.1:{info['port']} are damaged: CRC-32"):
+        list(receive(info))
+    assert len(list(receive(info, verify=False))) == len(tensors())
+
+
+def test_a_version_goes_only_to_those_who_know_its_key():
+    info = tcp_publisher().publish(1, tensors())
+    with pytest.raises(OSError, match=f"version 1 from the trainer at 127.0.0.1:{info['port']}: the other side ended"):
+        list(receive(info | {"key": "00" * 32}))
+    assert len(list(receive(info))) == len(tensors())
+
+
+def test_an_acknowledged_version_is_no_longer_held():
+    publisher = tcp_publisher()
+    info = publisher.publish(1, tensors())
+    publisher.acknowledge()
+    assert publisher.server.versions == {}
+    with pytest.raises(OSError, match="ended with"):
+        list(receive(info))
+
+
+def test_a_trainer_that_says_nothing_is_given_up_and_named():
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        port = silent.getsockname()[1]
+        info = tcp_publisher().publish(3, tensors()) | {"port": port, "timeout_s": 0.3}
+        with pytest.raises(OSError, match=f"version 3 from the trainer at 127.0.0.1:{port}: timed out"):
+            list(receive(info))
+
+
+def test_engines_fetch_a_version_at_the_same_time():
+    big = [("w", torch.arange(1 << 20, dtype=torch.float32))]
+    info = tcp_publisher().publish(1, big)
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: dict(receive(info)), range(4)):
+            assert torch.equal(got["w"], big[0][1])
 
 
 def test_only_the_newest_versions_are_kept(tmp_path):
@@ -106,7 +169,8 @@ def test_versions_of_an_earlier_attempt_are_removed(tmp_path):
 
 def test_nothing_is_left_in_shared_memory():
     before = set(os.listdir("/dev/shm"))
-    publisher = make_publisher(WeightTransportConfig(type="shared_memory"), Path("unused"), f"token{os.getpid()}")
+    config = WeightTransportConfig(type="shared_memory")
+    publisher = make_publisher(config, Path("unused"), f"token{os.getpid()}", LOOPBACK)
     info = publisher.publish(1, tensors())
     (name,) = set(os.listdir("/dev/shm")) - before
     assert os.stat(f"/dev/shm/{name}").st_mode & 0o777 == 0o600

@@ -244,7 +244,7 @@ class OptimConfig(Group):
 class WeightTransportConfig(Group):
     """Group `weight_transport`: how new weights reach the engines."""
 
-    type: Literal["filesystem", "shared_memory"] = "filesystem"
+    type: Literal["filesystem", "shared_memory", "tcp"] = "filesystem"
     keep: Positive = 2  # filesystem: newest versions kept
     verify_checksum: bool = True
     timeout_s: PositiveFloat = 120.0
@@ -263,6 +263,7 @@ class LoggingConfig(Group):
 
     level: Literal["debug", "info", "warning"] = "info"
     progress: Literal["auto", "live", "plain", "none"] = "auto"  # auto: live on a terminal, plain lines elsewhere
+    local_ranks: tuple[NonNegative, ...] = ()  # processes of each role and node whose logs the console shows too
     wandb: WandbConfig = WandbConfig()
 
 

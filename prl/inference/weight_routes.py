@@ -20,7 +20,7 @@ from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
 from prl.transport.weights import receive
 
-BACKENDS = ("filesystem", "shared_memory")
+BACKENDS = ("filesystem", "shared_memory", "tcp")
 
 
 @dataclass
@@ -41,7 +41,7 @@ def add_weight_routes(app: web.Application, worker: EngineWorker, verify_checksu
     async def init(http: web.Request) -> web.Response:
         info = _object(await read_object(http), "init_info")
         if info.get("backend", BACKENDS[0]) not in BACKENDS:
-            raise ValueError(f"init_info.backend must be {' or '.join(BACKENDS)}, not {info['backend']!r}")
+            raise ValueError(f"init_info.backend must be one of {', '.join(BACKENDS)}, not {info['backend']!r}")
         return web.json_response({"message": "Weight transfer initialized"})
 
     async def start(http: web.Request) -> web.Response:

@@ -25,7 +25,7 @@ from prl.runtime.failures import Failure
 from prl.runtime.job_nodes import BY_HAND, KEY, NODES_FILE, Meeting, announce, job_key, nodes_of_step, own_hosts
 from prl.runtime.ports import LOOPBACK
 from prl.runtime.process import log_path
-from prl.runtime.reaper import Reaper
+from prl.runtime.reaper import MARKER, Reaper
 from prl.runtime.signals import StopSignals
 from prl.runtime.wire import Message, Wire
 
@@ -189,6 +189,7 @@ class Nodes:
         return Failure("node", "agent", missing[0], missing[0], message, str(run_dir / "logs"))
 
     def _pose(self, plan: RunPlan, run_dir: Path, key: str, reaper: Reaper) -> None:
+        variables = {KEY: key, MARKER: reaper.marker}  # by the marker it is found, should the root die just now
         for node in range(1, plan.num_nodes):
             log = run_dir / "logs" / f"agent.{node}.log"
             log.parent.mkdir(exist_ok=True)
@@ -198,7 +199,7 @@ class Nodes:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, KEY: key, **devices_of(node, plan.config.deployment.gpus_per_node)},
+                    env={**os.environ, **variables, **devices_of(node, plan.config.deployment.gpus_per_node)},
                     start_new_session=True,
                 )
             reaper.tell(f"+{agent.pid}")

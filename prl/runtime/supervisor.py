@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.runtime.child import WANDB, Boot
+from prl.runtime.echo import LogEcho
 from prl.runtime.environment import child_environment
 from prl.runtime.failures import (
     Failure,
@@ -24,7 +25,7 @@ from prl.runtime.failures import (
 )
 from prl.runtime.nodes import Nodes, RemoteChild
 from prl.runtime.ports import lease_ports
-from prl.runtime.process import ChildProcess
+from prl.runtime.process import ChildProcess, log_path
 from prl.runtime.progress import Progress
 from prl.runtime.reaper import Reaper
 from prl.runtime.signals import StopSignals
@@ -93,6 +94,8 @@ class Supervisor:
         self.view = RunView(plan, run_dir, step=resume_step)
         self.children: list[Child] = []  # in the order of starting
         self.mirror: ChildProcess | None = None
+        logs = [(role, log_path(run_dir, role.name, role)) for role in plan.roles]
+        self.echo = LogEcho(logs, plan.config.logging.local_ranks)
         self.env_restarts = 0
 
     def run(self) -> Outcome:
@@ -103,6 +106,7 @@ class Supervisor:
             outcome = self._watch()
         finally:
             self._kill_all()
+            self._echo()
             self.leases.close()
         self.home.progress.end(self.view)
         self.status.update(state=outcome.state, **self._snapshot())
@@ -272,6 +276,7 @@ class Supervisor:
     def _tell(self) -> None:
         """Progress and status."""
         self.home.progress.update(self.view, self.status.state)
+        self._echo()
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
             self.status.update(state="running", began=True, **self._snapshot())
             if self.plan.config.job == "inference":
@@ -279,6 +284,10 @@ class Supervisor:
                 self.home.progress.note(f"serving {self.plan.config.model.name} at {urls}; Ctrl-C stops")
         else:
             self.status.update(**self._snapshot())
+
+    def _echo(self) -> None:
+        for line in self.echo.poll():
+            self.home.progress.note(line)
 
     def _snapshot(self) -> dict[str, object]:
         """The fields of status.json that change all the time."""

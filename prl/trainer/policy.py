@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class Policy:
         """
         device = self.world.device
         doc_lens = micro.doc_lens.tolist()
-        rows = torch.from_numpy(micro.loss_mask).nonzero().squeeze(-1).to(device)
+        rows = torch.from_numpy(np.flatnonzero(micro.loss_mask)).to(device)
         input_ids = torch.tensor(micro.input_ids, device=device)
         positions = torch.tensor(micro.positions, device=device)
         routed = None if micro.routed_experts is None else torch.tensor(micro.routed_experts, device=device)
@@ -139,8 +140,6 @@ def context_group(config: RunConfig, world: World) -> ContextGroup | None:
 
 def seed_everything(seed: int, deterministic: bool) -> None:
     import random
-
-    import numpy as np
 
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -42,7 +42,9 @@ class RLTrainer:
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
         self.publisher = None
         if world.is_main:
-            self.publisher = make_publisher(self.config.weight_transport, ctx.run_dir / "weights", ctx.token)
+            address = ctx.endpoints["rendezvous"].rsplit(":", 1)[0]
+            transport = self.config.weight_transport
+            self.publisher = make_publisher(transport, ctx.run_dir / "weights", ctx.token, address)
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
 

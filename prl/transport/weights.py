@@ -1,4 +1,4 @@
-"""Weights from trainer to inference engines: by files, or by shared memory on one host.
+"""Weights from trainer to inference engines: by files, by shared memory on one host, or over TCP.
 
 The trainer's rank 0 calls `publisher(...)`, then `publish(version, tensors)` after each step; the returned
 `update_info` travels over the engines' /update_weights route, and the engine calls `receive(update_info)`. Tensors
@@ -17,11 +17,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
+from prl.transport.flat import layout_of, tensor_at
+from prl.transport.weights_tcp import TcpPublisher, receive_tcp
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -34,9 +35,12 @@ class Publisher(Protocol):
         """Called once every engine has loaded the version last published."""
 
 
-def make_publisher(config: WeightTransportConfig, weights_dir: Path, run_token: str) -> Publisher:
+def make_publisher(config: WeightTransportConfig, weights_dir: Path, run_token: str, address: str) -> Publisher:
+    """`address`: of this host, as the engines reach it."""
     if config.type == "filesystem":
         return FilesystemPublisher(weights_dir, config.keep)
+    if config.type == "tcp":
+        return TcpPublisher(address, config.timeout_s)
     return SharedMemoryPublisher(Path("/dev/shm") / f"prl-{run_token[:16]}")
 
 
@@ -47,6 +51,8 @@ def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[
     """
     if update_info["type"] == "filesystem":
         return _receive_files(Path(update_info["path"]), verify)
+    if update_info["type"] == "tcp":
+        return receive_tcp(update_info, verify)
     return _receive_shared(update_info, verify)
 
 
@@ -111,21 +117,6 @@ def _receive_files(path: Path, verify: bool) -> Iterator[tuple[str, Tensor]]:
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 
-def _layout(tensors: list[tuple[str, Tensor]]) -> tuple[list[list[Any]], int]:
-    """[[name, dtype, shape, offset, bytes], ...] with 64-byte alignment, and the total size in bytes."""
-    entries, offset = [], 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, size])
-        offset += -(-size // 64) * 64
-    return entries, offset
-
-
-def _tensor_at(buffer: mmap.mmap, dtype: str, shape: list[int], offset: int, size: int) -> Tensor:
-    torch_dtype = getattr(torch, dtype)
-    return torch.frombuffer(buffer, dtype=torch_dtype, count=size // torch_dtype.itemsize, offset=offset).view(shape)
-
-
 class SharedMemoryPublisher:
     """One segment of POSIX shared memory per version.
 
@@ -139,7 +130,7 @@ class SharedMemoryPublisher:
 
     def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
         named = [(name, t.detach().cpu()) for name, t in tensors]
-        entries, size = _layout(named)
+        entries, size = layout_of(named)
         self.path.unlink(missing_ok=True)
         with open(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b") as file:
             try:
@@ -155,7 +146,7 @@ class SharedMemoryPublisher:
                 ) from error
             buffer = mmap.mmap(file.fileno(), size)
         for (_, tensor), (_, dtype, shape, offset, nbytes) in zip(named, entries, strict=True):
-            _tensor_at(buffer, dtype, shape, offset, nbytes).copy_(tensor)
+            tensor_at(buffer, dtype, shape, offset, nbytes).copy_(tensor)
         crc = zlib.crc32(buffer)
         return {"type": "shared_memory", "path": str(self.path), "version": version, "layout": entries, "crc32": crc}
 
@@ -170,4 +161,4 @@ def _receive_shared(update_info: dict[str, Any], verify: bool) -> Iterator[tuple
     if verify and (found := zlib.crc32(buffer)) != update_info["crc32"]:
         raise ValueError(f"{path} is damaged: CRC-32 {found:08x}, written as {update_info['crc32']:08x}")
     for name, dtype, shape, offset, size in update_info["layout"]:
-        yield name, _tensor_at(buffer, dtype, shape, offset, size)
+        yield name, tensor_at(buffer, dtype, shape, offset, size)

@@ -144,5 +144,5 @@ def shared_memory_needs_one_node(config: RunConfig) -> Iterator[UserError]:
             "Shared memory does not reach another node.",
             where="weight_transport.type=shared_memory, deployment.type=multi_node",
             why="its segments live in the memory of one host",
-            fix="weight_transport=filesystem",
+            fix="weight_transport=tcp, or weight_transport=filesystem",
         )
