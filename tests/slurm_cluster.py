@@ -31,12 +31,18 @@ def slurm() -> Iterator[DevCluster]:
     with tempfile.TemporaryDirectory(prefix="prl-slurm-", dir="/tmp") as directory:  # a socket's path is short
         cluster = DevCluster(Path(directory) / "c")
         cluster.up()
-        before = os.environ.get("SLURM_CONF")
-        os.environ["SLURM_CONF"] = str(cluster.conf)
-        yield cluster
-        if before is None:
-            del os.environ["SLURM_CONF"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", str(cluster.conf))
+            yield cluster
         cluster.down()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """For another cluster: not there yet, taken down in the end."""
+    with tempfile.TemporaryDirectory(prefix="prl-slurm-", dir="/tmp") as directory:
+        yield Path(directory) / "c"
+        DevCluster(Path(directory) / "c").down()
 
 
 def ask(*command: str) -> str:

@@ -12,7 +12,6 @@ from slurm_cluster import (
     copy_checkout,
     points_of,
     processes_in,
-    slurm,
     states,
     status_of,
     steps_of,
@@ -22,7 +21,6 @@ from slurm_cluster import (
     wait_until,
 )
 
-__all__ = ["slurm"]
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
 
 LONG = ["max_steps=40", "seq_len=256", "ckpt.interval=2", "slurm.signal_delay_s=20"]
