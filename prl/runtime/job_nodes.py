@@ -40,6 +40,11 @@ def node_of_this_process() -> int:
     return int(os.environ["SLURM_NODEID"]) if "SLURM_STEP_ID" in os.environ else 0
 
 
+def host_name() -> str:
+    """This node as people know it."""
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+
+
 def nodes_of_step() -> int:
     """Nodes on which SLURM has started agents; 0 if it has not."""
     return int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if "SLURM_STEP_ID" in os.environ else 0

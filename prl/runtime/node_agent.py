@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.child import WANDB, Boot
 from prl.runtime.environment import child_environment
-from prl.runtime.job_nodes import connect
+from prl.runtime.job_nodes import connect, host_name
 from prl.runtime.ports import Leases, lease_ports
 from prl.runtime.process import ChildProcess
 from prl.runtime.reaper import Reaper
@@ -41,7 +40,7 @@ def serve_node(run_dir: Path, node: int, limit_s: float) -> int:
         return 0
     connection, meeting = found
     wire = Wire(connection)
-    wire.send({"hello": node, "token": meeting.token, "host": socket.gethostname(), "pid": os.getpid()})
+    wire.send({"hello": node, "token": meeting.token, "host": host_name(), "pid": os.getpid()})
     welcome = wire.wait(limit_s)
     if welcome is None or "welcome" not in welcome:
         return 0 if welcome is not None else 1  # told that it is not needed; or the root is gone

@@ -1,0 +1,134 @@
+"""Jobs of two nodes on a real SLURM: one agent on each node, one run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from slurm_cluster import (
+    ask,
+    points_of,
+    processes_in,
+    slurm,
+    states,
+    status_of,
+    steps_of,
+    sweep_of,
+    wait_for_queue,
+    wait_until,
+)
+
+__all__ = ["slurm"]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
+
+TWO_NODES = ["deployment=multi_node", "deployment.gpus_per_node=2", "deployment.device=cpu"]
+SMALL_RL = [
+    "weight_transport=tcp",
+    "warm_start=none",
+    "eval=none",
+    "logging=none",
+    "algo.batch_size=16",
+    "inference.sampling.max_tokens=16",
+    "ckpt.export_hf=false",
+]
+SMALL_SFT = [
+    "seq_len=128",
+    "sft.batch_size=4",
+    "sft.val_interval=0",
+    "logging=none",
+    "ckpt.export_hf=false",
+    "ckpt.interval=2",
+]
+LONG = ["max_steps=16", "slurm.signal_delay_s=20", "deployment.num_train_nodes=2", *SMALL_SFT]
+
+
+def submit(directory, *overrides, job="rl"):
+    command = [
+        sys.executable,
+        "-m",
+        f"prl.{job}",
+        "-m",
+        "hydra/launcher=slurm",
+        "sweep=s",
+        f"cache_dir={directory}/cache",
+    ]
+    lines = [*TWO_NODES, *overrides, "seed=1"]
+    done = subprocess.run([*command, *lines], cwd=directory, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (point,) = points_of(directory)
+    return sweep_of(directory)["submissions"][0]["job_id"], point
+
+
+def node_of(pid):
+    return psutil.Process(pid).environ()["SLURMD_NODENAME"]
+
+
+def pids_of(point):
+    return {name: role["pid"] for name, role in status_of(point)["roles"].items()}
+
+
+def agent_on(directory, node):
+    (agent,) = [
+        process
+        for process in processes_in(directory)
+        if "prl.runtime.agent" in process.cmdline() and process.environ().get("SLURMD_NODENAME") == node
+    ]
+    return agent
+
+
+def test_a_disaggregated_job_on_two_nodes_trains_over_tcp(tmp_path):
+    job, point = submit(tmp_path, "max_steps=4", *SMALL_RL)
+    wait_until(lambda: status_of(point).get("step", 0) >= 1, 150, "step 1")
+    pids = pids_of(point)
+    assert {name: node_of(pids[name]) for name in ("inference/0", "inference/1", "orchestrator")} == dict.fromkeys(
+        ("inference/0", "inference/1", "orchestrator"), "n0"
+    )
+    assert [node_of(pids[f"trainer/{rank}"]) for rank in (0, 1)] == ["n1", "n1"]
+    wait_for_queue()
+    assert states(tmp_path) == {job: "COMPLETED"}
+    assert status_of(point)["state"] == "done"
+    assert steps_of(point) == [1, 2, 3, 4]
+    assert not (point / "weights").exists(), "weights went over TCP"
+    logs = {path.name for path in (point / "logs").iterdir()}
+    assert {
+        "inference.0.0.log",
+        "inference.0.1.log",
+        "trainer.1.0.log",
+        "trainer.1.1.log",
+        "latest.trainer.log",
+    } <= logs
+
+
+def test_a_dead_agent_of_another_node_requeues_the_job_once(tmp_path):
+    job, point = submit(tmp_path, *LONG, job="sft")
+    wait_until(lambda: status_of(point).get("step", 0) >= 3, 150, "step 3")
+    agent_on(tmp_path, "n1").send_signal(signal.SIGKILL)
+    wait_for_queue(200)
+    assert states(tmp_path) == {job: "COMPLETED"}
+    assert status_of(point)["state"] == "done"
+    assert status_of(point)["attempt"] == 2
+    assert steps_of(point) == list(range(1, 17))
+
+
+def test_a_warning_reaches_the_run_on_both_nodes_and_it_resumes(tmp_path):
+    job, point = submit(tmp_path, *LONG, job="sft")
+    wait_until(lambda: status_of(point).get("step", 0) >= 3, 150, "step 3")
+    ask("scancel", "--signal=USR2", job)
+    wait_until(lambda: status_of(point).get("attempt", 0) == 2, 120, "a second attempt")
+    wait_for_queue(200)
+    assert states(tmp_path) == {job: "COMPLETED"}
+    assert steps_of(point) == list(range(1, 17))
+
+
+def test_scancel_leaves_no_process_on_either_node(tmp_path):
+    job, point = submit(tmp_path, *LONG, "max_steps=4000", job="sft")
+    wait_until(lambda: status_of(point).get("step", 0) >= 2, 150, "step 2")
+    assert {node_of(pid) for pid in pids_of(point).values()} == {"n0", "n1"}
+    ask("scancel", job)
+    time.sleep(10)
+    assert processes_in(tmp_path) == []
+    wait_for_queue(30)
+    assert states(tmp_path) == {job: f"CANCELLED by {os.getuid()}"}
