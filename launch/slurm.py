@@ -39,10 +39,11 @@ class Shape:
 
     @classmethod
     def of(cls, point: Point, settings: LauncherSettings) -> Shape:
-        deployment, plan = point.config.deployment, point.plan
+        plan = point.plan
         own = point.config.slurm.model_dump(exclude_none=True)
-        gpus = 0 if deployment.device == "cpu" else plan.gpus_per_node
-        infer = deployment.num_infer_nodes if deployment.type == "multi_node" else 0
+        gpus = 0 if point.config.deployment.device == "cpu" else plan.gpus_per_node
+        # of a run on one node, that node counts as a training node
+        infer = len({role.node for role in plan.roles_of("inference")}) if plan.num_nodes > 1 else 0
         return cls(point.config.job, plan.num_nodes, infer, gpus, settings.slurm.model_copy(update=own))
 
     def describe(self) -> str:
