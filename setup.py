@@ -12,8 +12,10 @@ README = ROOT / "README.md"
 HF = ["datasets>=3"]
 MATH = [*HF, "math-verify>=0.8"]
 FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.5.3"]  # measured: prl/README.md
+OPTUNA = ["hydra-optuna-sweeper==1.3.0"]  # brings optuna 2.10
 DEV = [
     *MATH,
+    *OPTUNA,
     "build",
     "hypothesis",
     "mypy",
@@ -59,6 +61,6 @@ setup(
         "transformers>=5,<6",
         "wandb",
     ],
-    extras_require={"dev": DEV, "fa4": FA4, "hf": HF, "math": MATH},
+    extras_require={"dev": DEV, "fa4": FA4, "hf": HF, "math": MATH, "optuna": OPTUNA},
     entry_points={"console_scripts": ["prl = prl.cli:main"]},
 )

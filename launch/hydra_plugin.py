@@ -18,6 +18,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from prl.config.errors import PointFailedError
+
 if TYPE_CHECKING:
     from prl.config.entry import Session
 
@@ -50,7 +52,7 @@ class PointLauncher(Launcher):
         self.waits = not sweeper.endswith((PointSweeper.__name__, BasicSweeper.__name__))  # it wants results to go on
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """All points of the batch. Returns their objective values where the sweeper waits for them."""
+        """All points of the batch. Returns their objectives where the sweeper waits; a failure raises when read."""
         from launch.launching import launch_points
         from launch.settings import LauncherSettings
 
@@ -60,8 +62,9 @@ class PointLauncher(Launcher):
         values = launch_points(self.session, batch, self.sweep_dir, settings, self.waits)
         return [self._result(list(line), value) for line, value in zip(job_overrides, values, strict=True)]
 
-    def _result(self, overrides: list[str], value: float | None) -> JobReturn:
-        result = JobReturn(overrides=overrides, working_dir=str(self.sweep_dir), status=JobStatus.COMPLETED)
+    def _result(self, overrides: list[str], value: float | PointFailedError | None) -> JobReturn:
+        state = JobStatus.FAILED if isinstance(value, PointFailedError) else JobStatus.COMPLETED
+        result = JobReturn(overrides=overrides, working_dir=str(self.sweep_dir), status=state)
         result.return_value = value
         return result
 

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.points import Point, PointState, freeze, job_of_points, make_points, read_sweep, record_points, state_of
+from launch.points import Point, PointState, freeze, make_points, record_points, state_of
 from launch.settings import LauncherSettings
 from launch.slurm_queue import is_configured
-from prl.config.errors import ConfigError, UserError
-from prl.metrics.reader import read_rows
+from launch.waiting import outcome, queued_points, wait_for
+from prl.config.errors import ConfigError, PointFailedError, UserError
 
 if TYPE_CHECKING:
     from prl.config.entry import Session
-
-OBJECTIVE = {"rl": ("orchestrator", "eval/reward"), "sft": ("trainer/0", "val_loss")}  # job -> role, metric
 
 
 def launch_points(
@@ -25,15 +23,18 @@ def launch_points(
     sweep_dir: Path,
     settings: LauncherSettings,
     waits: bool,
-) -> list[float | None]:
+) -> list[float | PointFailedError | None]:
     """Start what is missing of a batch.
 
     Args:
-        waits: whether to return only when all points have ended, as here they always do.
+        waits: whether to return only when all points have ended, for a sweeper that goes on from their results. It may
+            name a point twice.
 
-    Returns: for each point its objective (RL: held-out reward, SFT: held-out loss, the last one), None without one.
+    Returns: for each point its objective, or why it has none; None where nobody waits.
     """
-    points = make_points(batch, session.configs_of(batch, sweep_dir))
+    configs = session.configs_of(batch, sweep_dir)
+    distinct = {config.output_dir: i for i, config in enumerate(configs)}.values() if waits else range(len(batch))
+    points = make_points([batch[i] for i in distinct], [configs[i] for i in distinct])
     on_slurm = uses_slurm(settings, session)
     queued = queued_points(sweep_dir) if on_slurm else set()
     states = {point.path: state_of(point.path, queued) for point in points}
@@ -46,7 +47,41 @@ def launch_points(
         from launch.dry_run import show
 
         show(points, states, todo, sweep_dir, settings, on_slurm)
+        if waits:
+            print("the sweeper chooses further points when these have results", flush=True)
+            raise SystemExit(0)
         return [None] * len(points)
+    _start(session, points, todo, states, sweep_dir, settings, on_slurm)
+    if not waits:
+        return [None] * len(points)
+    results = _results(session, points, sweep_dir, on_slurm)
+    return [results[str(config.output_dir)] for config in configs]
+
+
+def _results(
+    session: Session, points: list[Point], sweep_dir: Path, on_slurm: bool
+) -> dict[str, float | PointFailedError]:
+    """Of each point, by its directory, once all have ended."""
+    try:
+        wait_for([point.path for point in points], sweep_dir, on_slurm)
+    except KeyboardInterrupt:
+        print(f"no longer waiting; python -m prl.cancel {sweep_dir} stops what runs", file=sys.stderr)
+        raise SystemExit(130) from None
+    results = {str(point.path): outcome(point) for point in points}
+    session.failed |= {path: 1 for path, value in results.items() if isinstance(value, PointFailedError)}
+    return results
+
+
+def _start(
+    session: Session,
+    points: list[Point],
+    todo: list[Point],
+    states: dict[Path, PointState],
+    sweep_dir: Path,
+    settings: LauncherSettings,
+    on_slurm: bool,
+) -> None:
+    """Freeze and record the points, and start those that are to be."""
     left = [point for point in points if point not in todo]
     _tell_left(left, states)
     if session.is_frozen:
@@ -54,11 +89,9 @@ def launch_points(
         for point in todo:
             freeze(point)
     if on_slurm:
-        from launch.slurm import submit, wait_for
+        from launch.slurm import submit
 
-        jobs = submit(todo, sweep_dir, settings)
-        if waits:
-            wait_for(jobs)
+        submit(todo, sweep_dir, settings)
     else:
         from launch.local import run_points
 
@@ -66,7 +99,6 @@ def launch_points(
     for point in left:
         if states[point.path] == "failed":
             session.failed[str(point.path)] = 1
-    return [objective(point) for point in points]
 
 
 def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
@@ -102,15 +134,6 @@ def is_to_start(state: PointState, settings: LauncherSettings) -> bool:
     return state in ("missing", "unfinished") or (state == "failed" and settings.retry_failed)
 
 
-def queued_points(sweep_dir: Path) -> set[Path]:
-    """Points whose job waits or runs, as SLURM has it."""
-    from launch.slurm_queue import live_jobs
-
-    jobs = job_of_points(read_sweep(sweep_dir))
-    live = live_jobs(set(jobs.values()))
-    return {sweep_dir / name for name, job in jobs.items() if job in live}
-
-
 def _tell_left(left: list[Point], states: dict[Path, PointState]) -> None:
     reasons = {
         "done": "done already",
@@ -119,12 +142,3 @@ def _tell_left(left: list[Point], states: dict[Path, PointState]) -> None:
     }
     for point in left:
         print(f"{point.path.name}: {reasons[states[point.path]]}", file=sys.stderr, flush=True)
-
-
-def objective(point: Point) -> float | None:
-    """What a sweeper that learns from results is given."""
-    if point.config.job not in OBJECTIVE:
-        return None
-    role, metric = OBJECTIVE[point.config.job]
-    values = [row[metric] for row in read_rows(point.path, role) if isinstance(row.get(metric), (int, float))]
-    return values[-1] if values else None

@@ -53,7 +53,7 @@ def device_places(points: list[Point], settings: LauncherSettings) -> list[str |
     Raises ConfigError when the GPUs do not hold as many as asked for.
     """
     wanted, devices = settings.parallel_points, visible_gpus()
-    need = max((point.plan.gpus_per_node for point in points), default=1)
+    need = max((point.plan.gpus_per_node * point.plan.num_nodes for point in points), default=1)
     on_cpu = not devices or all(point.config.deployment.device == "cpu" for point in points)
     if on_cpu:
         return [None] * min(1 if wanted == "auto" else wanted, max(len(points), 1))

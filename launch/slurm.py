@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,11 @@ import prl
 from launch.code_copy import freeze_code
 from launch.points import Point, record_submission
 from launch.settings import LauncherSettings
-from launch.slurm_queue import live_parents, max_array_size
+from launch.slurm_queue import max_array_size
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import SlurmConfig
 
 DEFAULT_TEMPLATE = Path(__file__).parent / "templates" / "default.sbatch.j2"
-POLL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,3 @@ def _further_paths() -> Iterator[str]:
     for part in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if part and Path(part).resolve() != checkout:
             yield part
-
-
-def wait_for(jobs: list[str]) -> None:
-    """Until none of them waits or runs."""
-    while live_parents(jobs):
-        time.sleep(POLL_S)

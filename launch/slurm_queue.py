@@ -27,11 +27,6 @@ def live_jobs(jobs: Collection[str]) -> dict[str, str]:
     return {job: state for job, state in _ask({job.partition("_")[0] for job in jobs}) if job in jobs}
 
 
-def live_parents(jobs: Collection[str]) -> set[str]:
-    """Of these jobs (`123`) those of which any element waits or runs."""
-    return {job.partition("_")[0] for job, _ in _ask(set(jobs))}
-
-
 def _ask(parents: set[str]) -> list[tuple[str, str]]:
     """(job, state) of all elements of these jobs that have not ended."""
     if not parents:

@@ -21,11 +21,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.composing import VERSION_BASE, current_choices, explain, problems
-from prl.config.errors import ConfigError, UserError
+from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.config.hydra_setup import SWEEP_OPTION, name_sweep, register, with_sweep_group
 from prl.config.locate import conf_dir
 from prl.config.overrides import alias_conflict, swept_keys
-from prl.config.sweep import expand, resolve_points, sweep_lines
+from prl.config.sweep import corners, expand, makes_a_grid, resolve_points, sweep_lines
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
@@ -120,14 +120,18 @@ def _run(session: Session, overrides: list[str], multirun: bool, completing: boo
             raise ConfigError(found)
         lines = sweep_lines(overrides, session.config_name)
         session.swept = set(swept_keys(lines))
-        points = expand(lines)
+        points = expand(lines) if makes_a_grid(lines, session.config_name) else corners(lines)
         configs = resolve_points(points, session.config_name, session.swept)
         if starts_nothing:
             return max(session.job(config) for config in configs)
         session.points = dict(zip(map(point_key, points), configs, strict=True))
         register_launcher()
         name_sweep(session.config_name, lines)
-    _run_hydra(session)
+    try:
+        _run_hydra(session)
+    except PointFailedError as error:  # more than the sweeper puts up with
+        print(error.render(), file=sys.stderr)
+        session.exit_code = 1
     if session.error is not None:
         raise session.error
     for output_dir, code in session.failed.items():

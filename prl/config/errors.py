@@ -36,3 +36,7 @@ class ConfigError(UserError):
         count = len(self.violations)
         head = f"{count} problem{'s' if count > 1 else ''} in this configuration:"
         return "\n".join([head, *(f"\n{i}. {v.render()}" for i, v in enumerate(self.violations, 1))])
+
+
+class PointFailedError(UserError):
+    """A point of a sweep ended without a result, which a sweeper asked for. Entry points exit with code 1."""

@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 
 from prl.config.composer import Composer
 from prl.config.composing import compose_yaml
@@ -17,6 +17,8 @@ from prl.config.overrides import choices_of, parse, swept_keys
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
+
+MOST_CHECKED = 20  # values of one axis, for sweepers that make up their points
 
 
 def sweep_lines(overrides: list[str], config_name: str) -> list[str]:
@@ -56,8 +58,50 @@ def _check_sweep_name(parsed: list[Override]) -> None:
 
 
 def expand(lines: list[str]) -> list[list[str]]:
-    """The overrides of every point, in the order in which Hydra's basic sweeper numbers them."""
+    """The overrides of every point, in the order in which Hydra's basic sweeper numbers them.
+
+    Raises UserError for a continuous interval, which a grid cannot have.
+    """
+    intervals = [line for line, override in zip(lines, parse(lines), strict=True) if override.is_interval_sweep()]
+    if intervals:
+        raise UserError(
+            "A grid has no points between two numbers.",
+            where=" ".join(intervals),
+            why="only a sweeper that chooses points itself can search an interval",
+            fix="name the values, as key=1e-4,1e-3, or take such a sweeper: hydra/sweeper=optuna",
+        )
     return BasicSweeper.split_arguments(parse(lines), max_batch_size=None)[0]
+
+
+def makes_a_grid(lines: list[str], config_name: str) -> bool:
+    """Whether the sweeper is Hydra's basic one, whose points are known in advance, and not one that makes them up."""
+    if not any(line.startswith(("hydra/sweeper=", "hydra.sweeper._target_=")) for line in lines):
+        return True
+    fixed = [override.input_line or "" for override in parse(lines) if not override.is_sweep_override()]
+    return str(compose_yaml(fixed, config_name).hydra.sweeper["_target_"]).endswith(("PointSweeper", "BasicSweeper"))
+
+
+def corners(lines: list[str]) -> list[list[str]]:
+    """Points that a sweeper may make up of these axes: each value of each axis (of an interval, both ends) beside the
+    first ones of the others. Checked in advance in place of all that could come.
+    """
+    fixed = [line for line, override in zip(lines, parse(lines), strict=True) if not override.is_sweep_override()]
+    axes = [_values_of(override) for override in parse(lines) if override.is_sweep_override()]
+    first = [values[0] for values in axes]
+    points = [[*first[:i], value, *first[i + 1 :]] for i, values in enumerate(axes) for value in values[bool(i) :]]
+    return [[*point, *fixed] for point in points or [[]]]
+
+
+def _values_of(override: Override) -> list[str]:
+    """`key=value` of each value of an axis; of an interval its ends, of a long range a few."""
+    if override.is_interval_sweep():
+        interval = override.value()
+        assert isinstance(interval, IntervalSweep)
+        values = [str(interval.start), str(interval.end)]
+    else:
+        values = list(override.sweep_string_iterator())
+    few = values if len(values) <= MOST_CHECKED else [*values[: MOST_CHECKED - 1], values[-1]]
+    return [f"{override.get_key_element()}={value}" for value in few]
 
 
 def compose_points(lines: list[str], config_name: str) -> list[RunConfig]:

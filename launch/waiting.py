@@ -1,0 +1,65 @@
+"""Results for sweepers that choose their next points by them: wait until points have ended, and say what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from launch.points import Point, job_of_points, read_sweep, state_of
+from launch.slurm_queue import live_jobs
+from prl.config.errors import PointFailedError, UserError
+from prl.metrics.reader import read_rows
+from prl.runtime.rundir import is_locked
+from prl.runtime.status_file import read_status
+
+OBJECTIVE = {  # job -> role, metric
+    "rl": ("orchestrator", "eval/reward"),
+    "sft": ("trainer/0", "val_loss"),
+}
+POLL_S = 5.0
+PATIENCE_S = 600.0  # a controller that restarts answers again within minutes
+
+
+def queued_points(sweep_dir: Path) -> set[Path]:
+    """Points whose job waits or runs, a requeued one too. Raises UserError if SLURM does not answer."""
+    jobs = job_of_points(read_sweep(sweep_dir))
+    live = live_jobs(set(jobs.values()))
+    return {sweep_dir / name for name, job in jobs.items() if job in live}
+
+
+def wait_for(points: Collection[Path], sweep_dir: Path, on_slurm: bool) -> None:
+    """Until none of the points waits or runs, wherever it was started from.
+
+    Raises UserError when SLURM has not answered for PATIENCE_S.
+    """
+    answered = time.monotonic()
+    while True:
+        try:
+            queued = queued_points(sweep_dir) if on_slurm else set()
+            answered = time.monotonic()
+        except UserError:
+            if time.monotonic() - answered > PATIENCE_S:
+                raise
+            queued = set(points)
+        if not any(path in queued or is_locked(path) for path in points):
+            return
+        time.sleep(POLL_S)
+
+
+def outcome(point: Point) -> float | PointFailedError:
+    """The objective of a point that is done (RL: held-out reward, SFT: held-out loss, the last one), or why not.
+
+    A value that it reached before it failed is none: what failed later must not look good.
+    """
+    status = read_status(point.path)
+    if state_of(point.path) != "done":
+        failure = status.get("failure") or {}
+        why = f"{failure['class']}: {failure['message']}" if failure else f"it is {status.get('state', 'not started')}"
+        return PointFailedError(f"{point.path.name} has no result.", where=str(point.path), why=why)
+    role, metric = OBJECTIVE[point.config.job]
+    values = [row[metric] for row in read_rows(point.path, role) if isinstance(row.get(metric), (int, float))]
+    if not values:
+        fix = "eval.interval=... for RL, sft.val_interval=... for SFT"
+        return PointFailedError(f"{point.path.name} was never evaluated.", where=str(point.path), fix=fix)
+    return values[-1]

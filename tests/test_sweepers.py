@@ -1,0 +1,164 @@
+"""Sweepers that learn from results: Optuna's, and one of a few lines that asks for them as Optuna does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SMALL
+
+from launch import waiting
+from launch.waiting import wait_for
+from prl.config.errors import UserError
+from prl.config.sweep import corners, expand
+
+# Two rounds of two points; a round's winner is a point of the next, and it names one point twice.
+SWEEPER = """\
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+
+class Climber(Sweeper):
+    def __init__(self, params=None, max_batch_size=None):
+        pass
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments):
+        fixed = [line for line in arguments if not line.startswith("optim.lr=")]
+        best = 0.001
+        for factor in (10, 3):
+            rates = [best, best * factor, best]
+            results = self.launcher.launch([[*fixed, f"optim.lr={rate}"] for rate in rates], 0)
+            losses = [result.return_value for result in results]
+            print("LOSSES", losses, flush=True)
+            best = rates[losses.index(min(losses))]
+"""
+
+
+def run(directory: Path, *overrides: str, launcher: str = "local") -> subprocess.CompletedProcess[str]:
+    package = directory / "plugins" / "hydra_plugins" / "climber"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(SWEEPER)
+    path = os.pathsep.join([str(package.parent.parent), str(Path(__file__).parent.parent)])
+    lines = [*SMALL, "sft.val_interval=2", "sft.val_rows=2", f"cache_dir={directory}/cache", "sweep=s", *overrides]
+    return subprocess.run(
+        [sys.executable, "-m", "prl.sft", "-m", f"hydra/launcher={launcher}", *lines],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+CLIMBER = "hydra.sweeper._target_=hydra_plugins.climber.Climber"
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> list[list[float]]:
+    return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
+
+
+def check_climb(directory: Path, done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    first, second = losses_of(done)
+    assert first[0] == first[2] > first[1], "a rate of 0.01 learns more in four steps than 0.001"
+    assert second[0] == first[1], "the point of the first round was not run again"
+    assert done.stderr.count("done already") == 1
+    assert len(list((directory / "outputs/sweeps/s").glob("*/status.json"))) == 3
+
+
+@pytest.mark.slow
+def test_a_sweeper_is_given_results(tmp_path):
+    check_climb(tmp_path, run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)"))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.usefixtures("slurm")
+def test_a_sweeper_is_given_results_of_jobs(tmp_path):
+    check_climb(tmp_path, run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)", launcher="slurm"))
+
+
+@pytest.mark.slow
+def test_a_failed_point_has_no_result(tmp_path):
+    data = tmp_path / "broken.jsonl"
+    data.write_text('{"messages": 3}\n')
+    done = run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)", "data=jsonl", f"sft.data.source={data}")
+    assert done.returncode == 1
+    assert "has no result" in done.stderr
+    assert "config: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_first_points_of_a_sweeper(tmp_path):
+    done = run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)", "hydra.launcher.dry_run=true")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("by hand:") == 2
+    assert "when these have results" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+def test_optuna(tmp_path, launcher, request):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason='pip install -e ".[optuna]"')
+    if launcher == "slurm":
+        request.getfixturevalue("slurm")
+    study = [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.n_jobs=2",
+        "hydra.sweeper.sampler.seed=1",
+    ]
+    done = run(tmp_path, *study, "optim.lr=tag(log,interval(0.0001,0.01))", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    points = list((tmp_path / "outputs/sweeps/s").glob("*/status.json"))
+    assert len(points) == 3
+    result = (tmp_path / "outputs/sweeps/s/optimization_results.yaml").read_text()
+    rates = [path.parent.name.split("-")[1] for path in points]
+    assert sum(f"optim.lr: {rate}" in result for rate in rates) == 1, (rates, result)
+
+
+def test_what_a_sweeper_could_choose_is_checked_at_its_ends():
+    lines = ["seed=range(100)", "optim.lr=tag(log,interval(0.001,0.1))", "memory=none,tight", "max_steps=3"]
+    points = corners(lines)
+    assert points[0] == ["seed=0", "optim.lr=0.001", "memory=none", "max_steps=3"]
+    assert points[20:] == [
+        ["seed=0", "optim.lr=0.1", "memory=none", "max_steps=3"],
+        ["seed=0", "optim.lr=0.001", "memory=tight", "max_steps=3"],
+    ]
+    assert points[19][0] == "seed=99"
+    with pytest.raises(UserError, match="hydra/sweeper=optuna"):
+        expand(lines)
+
+
+def test_a_queue_that_does_not_answer_for_a_while_is_asked_again(tmp_path, monkeypatch):
+    """squeue fails twice, then knows the job, twice, then not any more."""
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(
+        f"#!/bin/sh\necho >> {tmp_path}/calls\nn=$(wc -l < {tmp_path}/calls)\n"
+        "[ $n -le 2 ] && { echo 'error: Unable to contact slurm controller' >&2; exit 1; }\n"
+        "[ $n -le 3 ] && echo 7 RUNNING\n[ $n = 4 ] && echo 7 PENDING\nexit 0\n"
+    )
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(waiting, "POLL_S", 0.01)
+    point = tmp_path / "point"
+    sweep = {"name": "s", "commands": [], "points": [], "submissions": []}
+    sweep["submissions"].append({"job_id": "7", "is_array": False, "points": ["point"]})
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    wait_for([point], tmp_path, on_slurm=True)
+    assert len((tmp_path / "calls").read_text().splitlines()) == 5
+    (tmp_path / "calls").unlink()
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
+    with pytest.raises(UserError, match="Unable to contact"):
+        wait_for([point], tmp_path, on_slurm=True)
