@@ -8,7 +8,7 @@ import pytest
 from inference_server import TOKEN, running_server
 
 from prl.config.errors import UserError
-from prl.inference import server
+from prl.inference.guard import api_keys
 
 
 @pytest.fixture(scope="module")
@@ -43,4 +43,4 @@ def test_a_key_variable_without_a_key_is_a_user_error(monkeypatch, value: str | 
     if value is not None:
         monkeypatch.setenv("PRL_TEST_KEY", value)
     with pytest.raises(UserError, match="PRL_TEST_KEY"):
-        server.api_keys("PRL_TEST_KEY", TOKEN)
+        api_keys("PRL_TEST_KEY", TOKEN)

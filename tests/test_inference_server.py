@@ -222,6 +222,16 @@ def test_metrics_carry_vllms_names_and_count(client: Client) -> None:
     assert all(line.startswith("# TYPE vllm:") or line.startswith("vllm:") for line in text.splitlines())
 
 
+def test_load_counts_requests_also_while_paused(client: Client) -> None:
+    client.post("/pause?mode=keep&clear_cache=false")
+    pending = [client.start_generate(f"r{i}", n=i + 1) for i in range(3)]
+    client.until("num_requests_waiting", 6)
+    assert client.get("/load").body == {"server_load": 3}
+    client.post("/resume")
+    assert [p.result().status for p in pending] == [200] * 3
+    assert client.get("/load").body == {"server_load": 0}
+
+
 def test_the_heart_beats_while_idle(client: Client) -> None:
     before = client.ctx.beats
     time.sleep(0.35)
@@ -316,7 +326,8 @@ def test_wrong_control_arguments_are_refused(client: Client) -> None:
         assert client.post(route).status == 400, route
     assert client.post("/abort_requests", {"request_ids": "a"}).status == 400
     assert client.post("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}).status == 400
-    assert client.post("/init_weight_transfer_engine", {"init_info": {"backend": "filesystem"}}).status == 200
+    assert client.post("/init_weight_transfer_engine", {"init_info": {"verify_checksum": "no"}}).status == 400
+    assert client.post("/init_weight_transfer_engine", {"init_info": {"verify_checksum": True}}).status == 200
 
 
 # --- determinism ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from prl.config.schema import InferenceConfig, SamplingConfig
+from prl.orchestrator import engines
 from prl.orchestrator.engines import EngineError, EnginePool
 from prl.orchestrator.lockstep import Lockstep
 
@@ -26,12 +27,13 @@ class FakeEngine:
         self.go.set()
         self.choice = {}  # overrides of the answer
         self.refuse = set()  # request ids
+        self.silent = 0  # times that /health is left unanswered
 
     @contextlib.asynccontextmanager
     async def serving(self):
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self.generate)
-        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/load", self.load)
         app.router.add_get("/health", self.health)
         app.router.add_post("/{route}", self.control)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -64,16 +66,13 @@ class FakeEngine:
         }
         return web.json_response({"choices": [choice | self.choice]})
 
-    async def metrics(self, request):
-        lines = [
-            "# TYPE x gauge",
-            f'vllm:num_requests_waiting{{model="m"}} {len(self.held)}',
-            "vllm:num_requests_running 0.0",
-        ]
-        text = "\n".join(lines)
-        return web.Response(text=text)
+    async def load(self, request):
+        return web.json_response({"server_load": len(self.held)})
 
     async def health(self, request):
+        if self.silent:
+            self.silent -= 1
+            await asyncio.sleep(60)
         return web.Response()
 
     async def control(self, request):
@@ -119,7 +118,7 @@ def test_a_request_carries_everything_that_fixes_its_sample():
     assert (body["token_ids"], body["cache_salt"], body["request_id"]) == ([1, 2, 9], "train-3", "r")
     assert body["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 7, "seed": 11,
-        "stop_token_ids": [256], "logprobs": 0,
+        "stop_token_ids": [256], "logprobs": 0, "detokenize": False,
     }  # fmt: skip
 
 
@@ -140,6 +139,36 @@ def test_versions_change_within_an_answer_and_routing_is_decoded():
     result = asyncio.run(scenario())
     assert result.versions == [3, 4]
     np.testing.assert_array_equal(result.routed_experts, routed)
+
+
+def test_tokens_without_a_label_count_as_old_as_they_can_be():
+    """Those of the version that was served when the request was sent, whatever came before the answer."""
+
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            engine.choice = {"weight_versions": None}
+            await pool.update_weights(5, {})
+            engine.go.clear()
+            job = asyncio.create_task(generate(pool))
+            while not engine.held:
+                await asyncio.sleep(0.01)
+            await pool.update_weights(6, {})
+            return (await job).versions, (await generate(pool)).versions
+
+    assert asyncio.run(scenario()) == ([5, 5], [6, 6])
+
+
+def test_waiting_for_health_outlasts_engines_that_keep_silent(monkeypatch):
+    """vLLM listens long before it answers."""
+    monkeypatch.setattr(engines, "HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            engine.silent = 2
+            await pool.wait_healthy(5)
+            return engine.silent
+
+    assert asyncio.run(scenario()) == 0
 
 
 @pytest.mark.parametrize(
@@ -171,7 +200,7 @@ def test_an_engine_that_is_gone_or_slow_is_an_engine_error():
             pool.urls = ["http://127.0.0.1:9"]
             with pytest.raises(EngineError, match="ClientConnectorError"):
                 await generate(pool)
-            with pytest.raises(EngineError, match="metrics"):
+            with pytest.raises(EngineError, match="load"):
                 await pool.queued(0)
             with pytest.raises(EngineError, match="not ready after"):
                 await pool.wait_healthy(0.1)

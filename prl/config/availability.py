@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
+from prl.config.world import has_engines
 
 
 class NotAvailableError(UserError):
@@ -20,5 +21,27 @@ class NotAvailableError(UserError):
 
 def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     """All wishes of the config that must wait for a later version."""
-    if config.inference.engine == "vllm":
-        yield NotAvailableError("The vLLM engine", "inference.engine=vllm", "inference=torch")
+    if has_engines(config) and config.inference.engine == "vllm":
+        yield from _not_with_vllm(config)
+
+
+def _not_with_vllm(config: RunConfig) -> Iterator[NotAvailableError]:
+    """What the built-in engine does and vLLM, as it is used here, does not."""
+    deployment, bench, model = config.deployment, config.bench, config.model
+    for wished, what, where, fix in (
+        (deployment.type == "colocated", "Taking turns with the trainer, for vLLM,", "deployment.type=colocated",
+         "deployment=disaggregated, or inference=torch"),
+        (deployment.type == "multi_node", "vLLM on several nodes", "deployment.type=multi_node", "inference=torch"),
+        (config.inference.return_routed_experts, "Returning routed experts from vLLM",
+         "inference.return_routed_experts=true", "inference.return_routed_experts=false, or inference=torch"),
+        (config.debug.deterministic, "Determinism to the bit, with vLLM,", "debug.deterministic=true",
+         "debug.deterministic=false, or inference=torch"),
+        (model.card.family == "other" and model.path is None, "A random checkpoint of another family",
+         "model.card.family=other, model.path=null", "model.path=/path/to/checkpoint"),
+        (bench is not None and bench.target == "inference", "Measuring vLLM without its server",
+         "bench.target=inference", "bench.target=stack, or inference=torch"),
+    ):  # fmt: skip
+        if wished:
+            yield NotAvailableError(
+                what, f"inference.engine=vllm, {where}", fix if "torch" in fix else f"{fix}, or inference=torch"
+            )

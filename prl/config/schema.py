@@ -202,6 +202,9 @@ class InferenceConfig(Group):
     host: str = "127.0.0.1"
     port: NonNegative = 0  # 0: a free one
     api_key_var: str | None = None  # name of the environment variable that holds the API key
+    tp: Positive = 1  # vllm: devices over which one copy of the model is split
+    dp: Positive = 1  # vllm: copies within one engine
+    vllm: dict[str, Any] = {}  # any argument of `vllm serve`, by its name with underscores
     request_timeout_s: PositiveFloat = 300.0
     sampling: SamplingConfig = SamplingConfig()
 

@@ -1,4 +1,4 @@
-"""GET /metrics: Prometheus text under vLLM's names, so that dashboards and the orchestrator read either engine."""
+"""GET /metrics: Prometheus text under vLLM's names, so that dashboards read either engine. GET /load: requests here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ def add_metrics_route(app: web.Application, worker: EngineWorker, model_name: st
         text = prometheus_text(worker, model_name)
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    async def load(http: web.Request) -> web.Response:
+        return web.json_response({"server_load": worker.num_requests})
+
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/load", load)
 
 
 def prometheus_text(worker: EngineWorker, model_name: str) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,12 @@ import torch
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from prl.config.errors import UserError
-from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.config.schema import RunConfig
 from prl.inference.chat_route import add_chat_routes
 from prl.inference.control_routes import add_control_routes
 from prl.inference.engine import TorchEngine
 from prl.inference.generate_route import add_generate_route
+from prl.inference.guard import OPEN_ROUTES, refusal, server_keys
 from prl.inference.metrics_route import add_metrics_route
 from prl.inference.requests import ModelNotFound
 from prl.inference.weight_routes import add_weight_routes
@@ -33,7 +30,6 @@ from prl.runtime.child import ChildContext
 
 log = logging.getLogger("prl.inference")
 
-OPEN_ROUTES = ("/health",)
 # a client that goes away takes its generation along; what changes the engine's state is always carried through
 GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions")
 _ERROR_TYPES = {
@@ -46,8 +42,13 @@ _ERROR_TYPES = {
 
 
 def main(ctx: ChildContext) -> None:
-    """Entry of `inference/<i>` with inference.engine=torch."""
-    asyncio.run(serve(ctx))
+    """Entry of `inference/<i>`, whichever engine it is."""
+    if ctx.plan.config.inference.engine == "vllm":
+        from prl.inference.vllm.launch import launch
+
+        launch(ctx)
+    else:
+        asyncio.run(serve(ctx))
 
 
 async def serve(ctx: ChildContext) -> None:
@@ -55,11 +56,8 @@ async def serve(ctx: ChildContext) -> None:
     config = ctx.plan.config
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True)
-    # a server started for people, on loopback and without a key of theirs, is open; within a run the token guards it
-    for_people = config.job == "inference" and config.inference.api_key_var is None
-    keys = [] if for_people else api_keys(config.inference.api_key_var, ctx.token)
     worker = EngineWorker(lambda: load_engine(config, ctx.init_model_path), ctx.beat)
-    app = build_app(worker, config, keys)
+    app = build_app(worker, config, server_keys(config, ctx.token))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
     await runner.setup()
     assert ctx.listen_socket is not None
@@ -103,29 +101,13 @@ def pick_device(kind: str) -> torch.device:
     return torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def api_keys(variable: str | None, token: str) -> list[bytes]:
-    """The run's token, and the key in the environment variable if one is named. Raises UserError when that is unset."""
-    keys = [token]
-    if variable is not None:
-        if not os.environ.get(variable):
-            raise UserError(
-                f"the environment variable {variable} is not set or empty",
-                where="inference.api_key_var",
-                why="it names the variable that holds the API key of the inference server",
-                fix=f"export {variable}=..., or inference.api_key_var=null",
-            )
-        keys.append(os.environ[variable])
-    assert all(keys), "an empty key would let everybody in"
-    return [key.encode() for key in keys]
-
-
 def build_app(worker: EngineWorker, config: RunConfig, keys: list[bytes]) -> web.Application:
     """All routes. Every route but /health wants `Authorization: Bearer <one of keys>`; without keys all are open."""
     app = web.Application(middlewares=[_guard(keys, worker.settled), _report_errors], client_max_size=1 << 30)
     add_generate_route(app, worker, config.model.name)
     add_chat_routes(app, worker, config.model.name)
     add_control_routes(app, worker)
-    add_weight_routes(app, worker, config.weight_transport.verify_checksum)
+    add_weight_routes(app, worker)
     add_metrics_route(app, worker, config.model.name)
     return app
 
@@ -133,21 +115,12 @@ def build_app(worker: EngineWorker, config: RunConfig, keys: list[bytes]) -> web
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _from_a_browser_page(request: web.Request) -> bool:
-    """Whether a web page may be behind a request: it has an Origin, or a Host that only DNS rebinding points here."""
-    host = (request.url.host or "").strip("[]")
-    return "Origin" in request.headers or host not in LOOPBACK_HOSTS
-
-
 def _guard(keys: list[bytes], settled: asyncio.Event) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        known = [hmac.compare_digest(given.encode(errors="surrogateescape"), key) for key in keys]
-        if keys and request.path not in OPEN_ROUTES and not (scheme.lower() == "bearer" and any(known)):
-            return error_response(401, "wrong or missing API key")
-        if not keys and request.path not in OPEN_ROUTES and _from_a_browser_page(request):
-            return error_response(401, "a server without an API key answers no web pages; set inference.api_key_var")
+        authorization, origin = request.headers.get("Authorization", ""), request.headers.get("Origin")
+        if reason := refusal(keys, request.path, authorization, origin, request.host):
+            return error_response(401, reason)
         if request.path not in OPEN_ROUTES:  # what comes while the model loads waits for it
             await settled.wait()
         if request.path in GENERATING_ROUTES:

@@ -20,14 +20,13 @@ from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
 from prl.transport.weights import receive
 
-BACKENDS = ("filesystem", "shared_memory", "tcp")
-
 
 @dataclass
 class WeightUpdate:
     """The update under way, if any."""
 
     staged: list[tuple[str, Tensor]] | None = None
+    verify_checksum: bool = True  # of all updates
 
     def get(self, route: str) -> list[tuple[str, Tensor]]:
         if self.staged is None:
@@ -35,13 +34,15 @@ class WeightUpdate:
         return self.staged
 
 
-def add_weight_routes(app: web.Application, worker: EngineWorker, verify_checksum: bool) -> None:
+def add_weight_routes(app: web.Application, worker: EngineWorker) -> None:
     update = WeightUpdate()
 
     async def init(http: web.Request) -> web.Response:
-        info = _object(await read_object(http), "init_info")
-        if info.get("backend", BACKENDS[0]) not in BACKENDS:
-            raise ValueError(f"init_info.backend must be one of {', '.join(BACKENDS)}, not {info['backend']!r}")
+        match _object(await read_object(http), "init_info"):
+            case {"verify_checksum": bool(verify), **rest} if not rest:
+                update.verify_checksum = verify
+            case {**given} if given:
+                raise ValueError(f"init_info may say verify_checksum=true or false, not {given}")
         return web.json_response({"message": "Weight transfer initialized"})
 
     async def start(http: web.Request) -> web.Response:
@@ -52,7 +53,7 @@ def add_weight_routes(app: web.Application, worker: EngineWorker, verify_checksu
         staged = update.get("/update_weights")
         info = _object(await read_object(http), "update_info")
         try:
-            staged += await asyncio.to_thread(lambda: list(receive(info, verify_checksum)))
+            staged += await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum)))
         except (OSError, KeyError, TypeError) as error:
             raise ValueError(f"the weights cannot be fetched: {type(error).__name__}: {error}") from error
         return web.json_response({"message": "Weights updated"})

@@ -78,6 +78,11 @@ class EngineWorker:
         running = len(self.engine.running)  # read once, so that the sum is right while the engine moves on
         return running, max(len(self.results) - running, 0)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not been answered, held ones included."""
+        return len({id(sequence.request) for sequence in self.results})
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> list[Sequence]:

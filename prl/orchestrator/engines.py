@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import os
-import re
 from typing import Any
 
 import aiohttp
@@ -14,6 +13,10 @@ import numpy as np
 
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.rollout import Generation
+
+# running requests keep their KV: vLLM would drop it with the caches, and compute it anew under the next weights
+PAUSE = "/pause?mode=keep&clear_cache=false"
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class EngineError(RuntimeError):
@@ -32,6 +35,7 @@ class EnginePool:
             timeout=aiohttp.ClientTimeout(total=config.request_timeout_s),
         )
         self.in_flight = [0] * len(urls)
+        self.version = 0  # that all replicas are known to serve
 
     async def close(self) -> None:
         await self.session.close()
@@ -42,10 +46,11 @@ class EnginePool:
         for url in self.urls:
             while True:
                 try:
-                    async with self.session.get(f"{url}/health") as response:
+                    # an engine that does not answer while it loads keeps the connection
+                    async with self.session.get(f"{url}/health", timeout=HEALTH_TIMEOUT) as response:
                         if response.status == 200:
                             break
-                except aiohttp.ClientError:
+                except (aiohttp.ClientError, TimeoutError):
                     pass
                 if asyncio.get_running_loop().time() > deadline:
                     raise EngineError(f"{url}/health: not ready after {timeout_s:.0f} s")
@@ -78,41 +83,45 @@ class EnginePool:
                 "seed": seed,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "logprobs": 0,
+                "detokenize": False,
             },
         }
+        known = self.version
         self.in_flight[index] += 1
         try:
             reply = await self._post(self.urls[index], "/inference/v1/generate", body)
         finally:
             self.in_flight[index] -= 1
-        return _parse_choice(reply["choices"][0])
+        return _parse_choice(reply["choices"][0], known)
 
     # --- control, always on all replicas ------------------------------------------------------------------------------
 
     async def everywhere(self, route: str, body: dict[str, Any] | None = None) -> None:
         await asyncio.gather(*(self._post(url, route, body) for url in self.urls))
 
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Once, before the first update."""
+        await self.everywhere("/init_weight_transfer_engine", {"init_info": init_info})
+
     async def update_weights(self, version: int, update_info: dict[str, Any]) -> None:
         """Swap weights between two decoding steps; running requests keep their KV and go on."""
-        await self.everywhere("/pause?mode=keep")
+        await self.everywhere(PAUSE)
         await self.everywhere("/start_weight_update")
         await self.everywhere("/update_weights", {"update_info": update_info})
         await self.everywhere("/finish_weight_update", {"weight_version": str(version)})
+        self.version = version
         await self.everywhere("/resume")
 
     async def queued(self, replica: int) -> int:
-        """Requests that a replica holds, waiting or running."""
-        try:
-            async with self.session.get(f"{self.urls[replica]}/metrics") as response:
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{self.urls[replica]}/metrics: {type(error).__name__}: {error}") from error
-        found = re.findall(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}]*\})? ([0-9.e+]+)", text, re.MULTILINE)
-        return int(sum(float(value) for value in found))
+        """Requests that a replica holds, waiting or running; also right while it is paused, unlike its metrics."""
+        return int((await self._call("GET", self.urls[replica], "/load"))["server_load"])
 
     async def _post(self, url: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        return await self._call("POST", url, route, body)
+
+    async def _call(self, method: str, url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            async with self.session.post(url + route, json=body) as response:
+            async with self.session.request(method, url + route, json=body) as response:
                 if response.status != 200:
                     raise EngineError(f"{url}{route}: {response.status}: {(await response.text())[:500]}")
                 if response.content_type != "application/json":
@@ -122,12 +131,15 @@ class EnginePool:
             raise EngineError(f"{url}{route}: {type(error).__name__}: {error}") from error
 
 
-def _parse_choice(choice: dict[str, Any]) -> Generation:
+def _parse_choice(choice: dict[str, Any], known: int) -> Generation:
+    """`known`: version served when the request was sent, and so at most that of any token; for what the engine leaves
+    unlabelled.
+    """
     content = (choice.get("logprobs") or {}).get("content") or []
     token_ids = choice["token_ids"] or []
     if len(content) != len(token_ids):
         raise EngineError(f"an engine returned {len(token_ids)} tokens but {len(content)} logprobs")
-    versions = [0] * len(token_ids)
+    versions = [known] * len(token_ids)
     for span in choice.get("weight_versions") or []:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
     routed = choice.get("routed_experts")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.engines import PAUSE, EnginePool
 from prl.orchestrator.rollout import Generation
 
 Send = Callable[[int], Coroutine[Any, Any, Generation]]  # takes the replica to use
@@ -62,7 +62,7 @@ class Lockstep:
     async def _flush(self, batch: list[_Waiting]) -> None:
         try:
             replicas = len(self.engines.urls)
-            await self.engines.everywhere("/pause?mode=keep")
+            await self.engines.everywhere(PAUSE)
             sent = [asyncio.create_task(w.send(i % replicas)) for i, w in enumerate(batch)]
             for replica in range(replicas):
                 mine = sent[replica::replicas]

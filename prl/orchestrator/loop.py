@@ -93,6 +93,7 @@ class Orchestrator:
     async def _wait_for_others(self) -> None:
         timeout_s = self.config.deployment.start_timeout_s
         await self.engines.wait_healthy(timeout_s)
+        await self.engines.init_weight_transfer({"verify_checksum": self.config.weight_transport.verify_checksum})
         for env in self.envs.values():
             await asyncio.wait_for(env.connected.wait(), timeout_s)
 

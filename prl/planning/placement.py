@@ -28,9 +28,12 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
 
 
 def _engines(config: RunConfig, count: int) -> tuple[RolePlan, ...]:
-    """One engine per device."""
+    """Engines over `count` devices: tp * dp neighbours each, which is one for the built-in engine."""
     slots = _slots(config, count, first_device=0, first_node=0)
-    return tuple(_device_role("inference", rank, count, node, device) for rank, (node, device) in enumerate(slots))
+    width = config.inference.tp * config.inference.dp
+    return tuple(
+        _device_role("inference", rank, count // width, *slots[rank * width], width) for rank in range(count // width)
+    )
 
 
 def _trainers(config: RunConfig, world: int, first_device: int, first_node: int) -> tuple[RolePlan, ...]:
@@ -52,15 +55,15 @@ def _slots(config: RunConfig, count: int, first_device: int, first_node: int) ->
     return [(first_node + i // per_node, i % per_node) for i in range(count)]
 
 
-def _device_role(role: RoleName, rank: int, world: int, node: int, device: int) -> RolePlan:
-    """`local_rank` is the position among the processes of this role on its node."""
-    local_rank = device if role == "inference" or node > 0 else rank
+def _device_role(role: RoleName, rank: int, world: int, node: int, device: int, width: int = 1) -> RolePlan:
+    """A process on `width` devices from `device` on; `local_rank` is its position among those of its role and node."""
+    local_rank = device // width if role == "inference" or node > 0 else rank
     return RolePlan(
         role=role,
         index=rank,
         name=f"{role}/{rank}",
         node=node,
-        devices=(device,),
+        devices=tuple(range(device, device + width)),
         rank=rank,
         local_rank=local_rank,
         world_size=world,

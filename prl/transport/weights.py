@@ -56,6 +56,21 @@ def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[
     return _receive_shared(update_info, verify)
 
 
+def stage(update_info: dict[str, Any], verify: bool = True) -> NamedTensors:
+    """A version that is sure to be had, to be read once and later; what stays where it is costs no memory till then.
+
+    Raises as `receive` does.
+    """
+    if update_info["type"] == "tcp":
+        return list(receive_tcp(update_info, verify))
+    if update_info["type"] == "filesystem":
+        for path, expected in _manifest(Path(update_info["path"])):
+            _check_file(path, expected if verify else None)
+    else:
+        _map_shared(update_info, verify)
+    return receive(update_info, verify=False)
+
+
 # --- filesystem -------------------------------------------------------------------------------------------------------
 
 
@@ -102,14 +117,26 @@ class FilesystemPublisher:
             shutil.rmtree(old, ignore_errors=True)
 
 
+def _manifest(path: Path) -> list[tuple[Path, int]]:
+    """The files of a version with their CRC-32."""
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    return [(path / name, crc32) for name, crc32 in files.items()]
+
+
+def _check_file(path: Path, expected: int | None) -> None:
+    """`expected`: its CRC-32; None asks only whether it is there."""
+    if expected is None:
+        path.stat()
+    elif (found := _crc32_of(path)) != expected:
+        raise ValueError(f"{path} is damaged: CRC-32 {found:08x}, written as {expected:08x}")
+
+
 def _receive_files(path: Path, verify: bool) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    manifest = json.loads((path / "manifest.json").read_text())
-    for name, expected in manifest["files"].items():
-        if verify and (found := _crc32_of(path / name)) != expected:
-            raise ValueError(f"{path / name} is damaged: CRC-32 {found:08x}, written as {expected:08x}")
-        with safe_open(path / name, framework="pt") as file:
+    for file_path, expected in _manifest(path):
+        _check_file(file_path, expected if verify else None)
+        with safe_open(file_path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (safe_open is not a dict)
                 yield key, file.get_tensor(key)
 
@@ -154,11 +181,16 @@ class SharedMemoryPublisher:
         self.path.unlink(missing_ok=True)
 
 
-def _receive_shared(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str, Tensor]]:
+def _map_shared(update_info: dict[str, Any], verify: bool) -> mmap.mmap:
     path = update_info["path"]
     with open(path, "r+b") as file:
         buffer = mmap.mmap(file.fileno(), 0)
     if verify and (found := zlib.crc32(buffer)) != update_info["crc32"]:
         raise ValueError(f"{path} is damaged: CRC-32 {found:08x}, written as {update_info['crc32']:08x}")
+    return buffer
+
+
+def _receive_shared(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str, Tensor]]:
+    buffer = _map_shared(update_info, verify)
     for name, dtype, shape, offset, size in update_info["layout"]:
         yield name, tensor_at(buffer, dtype, shape, offset, size)

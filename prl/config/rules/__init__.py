@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prl.config.availability import not_available
 from prl.config.errors import UserError
-from prl.config.rules import bench, deployment, memory, model, parallelism, rl, sft
+from prl.config.rules import bench, deployment, memory, model, parallelism, rl, sft, vllm
 from prl.config.rules.rule import Rule
 from prl.config.schema import RunConfig
 from prl.config.world import has_trainers
@@ -16,6 +16,9 @@ COMMON_RULES: tuple[Rule, ...] = (
     deployment.gpus_suffice,
     rl.there_is_an_engine,
     rl.open_servers_have_a_key,
+    vllm.vllm_keys_take_effect,
+    vllm.vllm_arguments_are_free,
+    vllm.engines_fill_their_devices,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     model.fp8_fits_the_model,

