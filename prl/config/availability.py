@@ -42,6 +42,4 @@ def _not_with_vllm(config: RunConfig) -> Iterator[NotAvailableError]:
          "bench.target=inference", "bench.target=stack, or inference=torch"),
     ):  # fmt: skip
         if wished:
-            yield NotAvailableError(
-                what, f"inference.engine=vllm, {where}", fix if "torch" in fix else f"{fix}, or inference=torch"
-            )
+            yield NotAvailableError(what, f"inference.engine=vllm, {where}", fix)
