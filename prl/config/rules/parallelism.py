@@ -182,17 +182,29 @@ def cp_stays_in_a_node(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def name_of_devices(config: RunConfig) -> str:
+    """The keys that say how many training devices there are, with their values."""
+    deployment = config.deployment
+    if deployment.type != "multi_node":
+        return f"deployment.num_train_gpus={deployment.num_train_gpus}"
+    return (
+        f"deployment.num_train_nodes={deployment.num_train_nodes}, deployment.gpus_per_node={deployment.gpus_per_node}"
+    )
+
+
 def mesh_fills_the_devices(config: RunConfig) -> Iterator[UserError]:
     world, devices = resolve_world(config), requested_devices(config)
     if devices is not None and world.size != devices:
+        fix = "parallelism.dp_shard=auto"
+        if devices % (world.dp_replicate * world.cp):
+            several = config.deployment.type == "multi_node"
+            fix = "parallelism=single parallelism.dp_shard=auto" if several else "deployment.num_train_gpus=auto"
         yield UserError(
             f"The mesh has {world.size} ranks, and the deployment has {devices} training devices.",
-            where=f"deployment.num_train_gpus={devices}, parallelism.dp_replicate={world.dp_replicate}, "
+            where=f"{name_of_devices(config)}, parallelism.dp_replicate={world.dp_replicate}, "
             f"parallelism.dp_shard={config.parallelism.dp_shard}, parallelism.cp={world.cp}",
             why="dp_replicate * dp_shard * cp must equal the number of training devices",
-            fix="deployment.num_train_gpus=auto"
-            if devices % (world.dp_replicate * world.cp)
-            else "parallelism.dp_shard=auto",
+            fix=fix,
         )
 
 
