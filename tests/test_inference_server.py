@@ -14,6 +14,7 @@ import pytest
 import torch
 from inference_server import TOKEN, Client, running_server
 from jinja2 import TemplateError
+from weight_updates import published
 
 from prl.config.errors import UserError
 from prl.inference import server
@@ -361,7 +362,7 @@ def test_weights_are_swapped_in_flight(client: Client, tmp_path, transport: str,
     publisher = FilesystemPublisher(path, 2) if transport == "filesystem" else SharedMemoryPublisher(path)
     before = client.get("/weight_info").body["weight_version"]
     version = str(int(before) + 1)
-    info = publisher.publish(int(version), weights(client, seed=int(version)))
+    info = published(publisher, int(version), weights(client, seed=int(version)))
     running = client.start_generate("a", max_tokens=240, n=4)
     client.until("num_requests_running", 4)
     if paused:
@@ -396,7 +397,7 @@ def test_updates_out_of_order_or_damaged_change_nothing(client: Client, tmp_path
     client.post("/start_weight_update")
     assert client.post("/finish_weight_update", {"weight_version": "99"}).status == 400  # nothing came
     client.post("/start_weight_update")
-    info = FilesystemPublisher(tmp_path / "weights", 2).publish(99, weights(client, 99))
+    info = published(FilesystemPublisher(tmp_path / "weights", 2), 99, weights(client, 99))
     damaged = tmp_path / "weights" / "step_99" / "model.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
@@ -419,7 +420,7 @@ def test_updates_out_of_order_or_damaged_change_nothing(client: Client, tmp_path
 
 def test_level_2_sleep_refuses_to_generate_until_weights_come(client: Client, tmp_path) -> None:
     version = client.get("/weight_info").body["weight_version"]
-    info = FilesystemPublisher(tmp_path / "weights", 2).publish(1, weights(client, 1))
+    info = published(FilesystemPublisher(tmp_path / "weights", 2), 1, weights(client, 1))
     assert client.post("/sleep?level=2").status == 200
     assert client.get("/is_sleeping").body == {"is_sleeping": True}
     assert client.generate().status == 503
@@ -471,7 +472,7 @@ def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatc
 def test_an_engine_that_dies_fails_its_requests_and_ends_the_server_with_the_cause(cache_dir) -> None:
     with running_server([], cache_dir) as client:
         broken = [(name, torch.full_like(t, torch.nan)) for name, t in weights(client, 0)]
-        info = SharedMemoryPublisher(cache_dir / "broken").publish(1, broken)
+        info = published(SharedMemoryPublisher(cache_dir / "broken"), 1, broken)
         update(client, info, "1")
         reply = client.generate()
         assert reply.status == 503

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from weight_updates import published
 
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
@@ -49,7 +50,7 @@ def publisher(kind, tmp_path):
 def test_what_arrives_is_what_was_sent(publisher):
     for version in (1, 2):
         sent = tensors(version)
-        info = json.loads(json.dumps(publisher.publish(version, iter(sent))))  # it travels as JSON
+        info = json.loads(json.dumps(published(publisher, version, iter(sent))))  # it travels as JSON
         assert info["version"] == version
         got = dict(receive(info))
         assert list(got) == [name for name, _ in sent] or set(got) == {name for name, _ in sent}
@@ -60,10 +61,10 @@ def test_what_arrives_is_what_was_sent(publisher):
 
 
 def test_what_was_received_outlives_the_acknowledgement(publisher):
-    info = publisher.publish(1, tensors())
+    info = published(publisher, 1, tensors())
     got = dict(receive(info))
     publisher.acknowledge()
-    publisher.publish(2, tensors(1))
+    published(publisher, 2, tensors(1))
     assert torch.equal(got["matrix"], dict(tensors())["matrix"])
 
 
@@ -85,7 +86,7 @@ def data_file(info):
 
 @in_files
 def test_a_flipped_bit_is_noticed(file_publisher):
-    info = file_publisher.publish(1, tensors())
+    info = published(file_publisher, 1, tensors())
     path = data_file(info)
     with path.open("r+b") as file:
         file.seek(-20, os.SEEK_END)
@@ -99,7 +100,7 @@ def test_a_flipped_bit_is_noticed(file_publisher):
 
 @in_files
 def test_a_source_that_is_gone_is_an_os_error(file_publisher):
-    info = file_publisher.publish(1, tensors())
+    info = published(file_publisher, 1, tensors())
     data_file(info).unlink()
     with pytest.raises(OSError, match="No such file"):
         list(receive(info))
@@ -111,7 +112,7 @@ def tcp_publisher(timeout_s=5.0):
 
 def test_a_bit_flipped_on_the_way_is_noticed():
     publisher = tcp_publisher()
-    info = publisher.publish(1, tensors())
+    info = published(publisher, 1, tensors())
     (data,) = publisher.server.versions.values()
     data[-20] ^= 1
     with pytest.raises(ValueError, match=f"127.0.0.1:{info['port']} are damaged: CRC-32"):
@@ -120,7 +121,7 @@ def test_a_bit_flipped_on_the_way_is_noticed():
 
 
 def test_a_version_goes_only_to_those_who_know_its_key():
-    info = tcp_publisher().publish(1, tensors())
+    info = published(tcp_publisher(), 1, tensors())
     with pytest.raises(OSError, match=f"version 1 from the trainer at 127.0.0.1:{info['port']}: the other side ended"):
         list(receive(info | {"key": "00" * 32}))
     assert len(list(receive(info))) == len(tensors())
@@ -128,7 +129,7 @@ def test_a_version_goes_only_to_those_who_know_its_key():
 
 def test_an_acknowledged_version_is_no_longer_held():
     publisher = tcp_publisher()
-    info = publisher.publish(1, tensors())
+    info = published(publisher, 1, tensors())
     publisher.acknowledge()
     assert publisher.server.versions == {}
     with pytest.raises(OSError, match="ended with"):
@@ -138,14 +139,14 @@ def test_an_acknowledged_version_is_no_longer_held():
 def test_a_trainer_that_says_nothing_is_given_up_and_named():
     with socket.create_server((LOOPBACK, 0)) as silent:
         port = silent.getsockname()[1]
-        info = tcp_publisher().publish(3, tensors()) | {"port": port, "timeout_s": 0.3}
+        info = published(tcp_publisher(), 3, tensors()) | {"port": port, "timeout_s": 0.3}
         with pytest.raises(OSError, match=f"version 3 from the trainer at 127.0.0.1:{port}: timed out"):
             list(receive(info))
 
 
 def test_engines_fetch_a_version_at_the_same_time():
     big = [("w", torch.arange(1 << 20, dtype=torch.float32))]
-    info = tcp_publisher().publish(1, big)
+    info = published(tcp_publisher(), 1, big)
     with ThreadPoolExecutor(4) as pool:
         for got in pool.map(lambda _: dict(receive(info)), range(4)):
             assert torch.equal(got["w"], big[0][1])
@@ -154,27 +155,27 @@ def test_engines_fetch_a_version_at_the_same_time():
 def test_only_the_newest_versions_are_kept(tmp_path):
     publisher = FilesystemPublisher(tmp_path / "weights", keep=2)
     for version in (8, 9, 10, 11):
-        publisher.publish(version, tensors())
+        published(publisher, version, tensors())
         publisher.acknowledge()
     assert {p.name for p in (tmp_path / "weights").iterdir()} == {"step_10", "step_11"}
 
 
 def test_versions_of_an_earlier_attempt_are_removed(tmp_path):
-    FilesystemPublisher(tmp_path / "weights", keep=2).publish(7, tensors())
+    published(FilesystemPublisher(tmp_path / "weights", keep=2), 7, tensors())
     (tmp_path / "weights" / "step_8.partial").mkdir()
     publisher = FilesystemPublisher(tmp_path / "weights", keep=2)
     assert list((tmp_path / "weights").iterdir()) == []
-    publisher.publish(7, tensors())
+    published(publisher, 7, tensors())
 
 
 def test_nothing_is_left_in_shared_memory():
     before = set(os.listdir("/dev/shm"))
     config = WeightTransportConfig(type="shared_memory")
     publisher = make_publisher(config, Path("unused"), f"token{os.getpid()}", LOOPBACK)
-    info = publisher.publish(1, tensors())
+    info = published(publisher, 1, tensors())
     (name,) = set(os.listdir("/dev/shm")) - before
     assert os.stat(f"/dev/shm/{name}").st_mode & 0o777 == 0o600
-    publisher.publish(2, tensors())  # without an acknowledgement in between
+    published(publisher, 2, tensors())  # without an acknowledgement in between
     assert set(os.listdir("/dev/shm")) - before == {name}
     assert info["path"] == f"/dev/shm/{name}"
     publisher.acknowledge()
@@ -189,5 +190,5 @@ def test_full_shared_memory_is_explained_and_leaves_nothing(tmp_path, monkeypatc
     monkeypatch.setattr(weights.os, "posix_fallocate", full)
     publisher = SharedMemoryPublisher(tmp_path / "segment")
     with pytest.raises(UserError, match=r"(?s)shared memory.*weight_transport=filesystem"):
-        publisher.publish(1, tensors())
+        published(publisher, 1, tensors())
     assert list(tmp_path.iterdir()) == []

@@ -247,7 +247,8 @@ class OptimConfig(Group):
 class WeightTransportConfig(Group):
     """Group `weight_transport`: how new weights reach the engines."""
 
-    type: Literal["filesystem", "shared_memory", "tcp"] = "filesystem"
+    type: Literal["filesystem", "shared_memory", "tcp", "nccl", "ipc"] = "filesystem"
+    bucket_mib: Positive = 256  # nccl and ipc: of each of two buckets in which weights travel
     keep: Positive = 2  # filesystem: newest versions kept
     verify_checksum: bool = True
     timeout_s: PositiveFloat = 120.0

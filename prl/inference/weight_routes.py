@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
-from torch import Tensor
 
 from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
-from prl.transport.weights import receive
+from prl.transport.weights import DEVICE_TRANSPORTS, NamedTensors, receive, stage
 
 
 @dataclass
 class WeightUpdate:
     """The update under way, if any."""
 
-    staged: list[tuple[str, Tensor]] | None = None
+    staged: list[NamedTensors] | None = None
     verify_checksum: bool = True  # of all updates
 
-    def get(self, route: str) -> list[tuple[str, Tensor]]:
+    def get(self, route: str) -> list[NamedTensors]:
         if self.staged is None:
             raise ValueError(f"{route} before /start_weight_update")
         return self.staged
@@ -53,7 +53,10 @@ def add_weight_routes(app: web.Application, worker: EngineWorker) -> None:
         staged = update.get("/update_weights")
         info = _object(await read_object(http), "update_info")
         try:
-            staged += await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum)))
+            if info.get("type") in DEVICE_TRANSPORTS:  # it arrives when it is loaded
+                staged.append(stage(info, device=worker.engine.device))
+            else:
+                staged.append(await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum))))
         except (OSError, KeyError, TypeError) as error:
             raise ValueError(f"the weights cannot be fetched: {type(error).__name__}: {error}") from error
         return web.json_response({"message": "Weights updated"})
@@ -65,7 +68,7 @@ def add_weight_routes(app: web.Application, worker: EngineWorker) -> None:
         staged, update.staged = update.get("/finish_weight_update"), None
         if not staged:
             raise ValueError("/finish_weight_update before any /update_weights")
-        await worker.run(lambda: worker.engine.load(staged, version))
+        await worker.run(lambda: worker.engine.load(chain.from_iterable(staged), version))
         return web.json_response({"message": "Weight update finished"})
 
     async def weight_info(http: web.Request) -> web.Response:

@@ -17,10 +17,10 @@ from prl.trainer.batches import BatchClient
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.export import export_policy
 from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
+from prl.trainer.publishing import publisher_of
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import make_publisher
 
 
 def main(ctx: ChildContext) -> None:
@@ -40,11 +40,7 @@ class RLTrainer:
         self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
         self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
-        self.publisher = None
-        if world.is_main:
-            address = ctx.endpoints["rendezvous"].rsplit(":", 1)[0]
-            transport = self.config.weight_transport
-            self.publisher = make_publisher(transport, ctx.run_dir / "weights", ctx.token, address)
+        self.publisher = publisher_of(ctx, world)
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
 
@@ -127,8 +123,11 @@ class RLTrainer:
                 pass
             return time.perf_counter() - started
         self.await_announced()
-        update_info = self.publisher.publish(version, tensors)
-        self.announced = self.poster.submit(self.announce, version, update_info)
+
+        def announce(update_info: dict[str, Any]) -> None:
+            self.announced = self.poster.submit(self.announce, version, update_info)
+
+        self.publisher.publish(version, tensors, announce)
         return time.perf_counter() - started
 
     def announce(self, version: int, update_info: dict[str, Any]) -> None:

@@ -1,9 +1,11 @@
-"""Weights from trainer to inference engines: by files, by shared memory on one host, or over TCP.
+"""Weights from trainer to inference engines: by files, shared memory, TCP, NCCL, or a GPU that both are on.
 
-The trainer's rank 0 calls `publisher(...)`, then `publish(version, tensors)` after each step; the returned
-`update_info` travels over the engines' /update_weights route, and the engine calls `receive(update_info)`. Tensors
-carry their Hugging Face names, so any engine can load them. Checksums (CRC-32) cover every byte and are verified on
-receipt when asked.
+After each step the trainer calls `publish(version, tensors, announce)`. What it announces, the `update_info`, travels
+over the engines' /update_weights route, and the engine calls `stage(update_info)`. Tensors carry their Hugging Face
+names, so any engine can load them. Checksums cover every byte and are verified on receipt when asked.
+
+Host transports (filesystem, shared_memory, tcp) hold a version until engines have fetched it, while the trainer goes
+on. Device transports (nccl, ipc) hold nothing: trainer and engines meet, and buckets pass from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -17,30 +19,37 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
+from prl.transport.buckets import Announce
 from prl.transport.flat import layout_of, tensor_at
+from prl.transport.weights_ipc import receive_ipc
+from prl.transport.weights_nccl import receive_nccl
 from prl.transport.weights_tcp import TcpPublisher, receive_tcp
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+HOST_TRANSPORTS = ("filesystem", "shared_memory", "tcp")
+DEVICE_TRANSPORTS = ("nccl", "ipc")
 
 
 class Publisher(Protocol):
-    def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
-        """Make one version available and return the update_info that engines need to fetch it."""
+    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
+        """Deliver one version, or hold it ready, and announce the update_info that engines need for it."""
 
     def acknowledge(self) -> None:
         """Called once every engine has loaded the version last published."""
 
 
 def make_publisher(config: WeightTransportConfig, weights_dir: Path, run_token: str, address: str) -> Publisher:
-    """`address`: of this host, as the engines reach it."""
+    """A host transport's. `address`: of this host, as the engines reach it."""
     if config.type == "filesystem":
         return FilesystemPublisher(weights_dir, config.keep)
     if config.type == "tcp":
         return TcpPublisher(address, config.timeout_s)
+    assert config.type == "shared_memory"
     return SharedMemoryPublisher(Path("/dev/shm") / f"prl-{run_token[:16]}")
 
 
@@ -56,11 +65,17 @@ def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[
     return _receive_shared(update_info, verify)
 
 
-def stage(update_info: dict[str, Any], verify: bool = True) -> NamedTensors:
+def stage(update_info: dict[str, Any], verify: bool = True, device: torch.device | None = None) -> NamedTensors:
     """A version that is sure to be had, to be read once and later; what stays where it is costs no memory till then.
+
+    A version of a device transport arrives while it is read, on `device`, as views that hold until the next tensor.
 
     Raises as `receive` does.
     """
+    if update_info["type"] in DEVICE_TRANSPORTS:
+        assert device is not None
+        take = receive_nccl if update_info["type"] == "nccl" else receive_ipc
+        return take(update_info, device)
     if update_info["type"] == "tcp":
         return list(receive_tcp(update_info, verify))
     if update_info["type"] == "filesystem":
@@ -90,7 +105,7 @@ class FilesystemPublisher:
         shutil.rmtree(weights_dir, ignore_errors=True)  # versions of an earlier attempt: the trainer publishes anew
         weights_dir.mkdir(parents=True)
 
-    def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -109,7 +124,7 @@ class FilesystemPublisher:
         (partial / "manifest.json").write_text(json.dumps(manifest))
         final = self.dir / f"step_{version}"
         partial.rename(final)
-        return {"type": "filesystem", "path": str(final), "version": version}
+        announce({"type": "filesystem", "path": str(final), "version": version})
 
     def acknowledge(self) -> None:
         versions = sorted(self.dir.glob("step_*[0-9]"), key=lambda p: int(p.name.split("_")[1]))
@@ -155,7 +170,7 @@ class SharedMemoryPublisher:
         self.path = path
         path.unlink(missing_ok=True)
 
-    def publish(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
         named = [(name, t.detach().cpu()) for name, t in tensors]
         entries, size = layout_of(named)
         self.path.unlink(missing_ok=True)
@@ -174,8 +189,15 @@ class SharedMemoryPublisher:
             buffer = mmap.mmap(file.fileno(), size)
         for (_, tensor), (_, dtype, shape, offset, nbytes) in zip(named, entries, strict=True):
             tensor_at(buffer, dtype, shape, offset, nbytes).copy_(tensor)
-        crc = zlib.crc32(buffer)
-        return {"type": "shared_memory", "path": str(self.path), "version": version, "layout": entries, "crc32": crc}
+        announce(
+            {
+                "type": "shared_memory",
+                "path": str(self.path),
+                "version": version,
+                "layout": entries,
+                "crc32": zlib.crc32(buffer),
+            }
+        )
 
     def acknowledge(self) -> None:
         self.path.unlink(missing_ok=True)

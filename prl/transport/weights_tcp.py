@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from prl.transport.buckets import Announce
 from prl.transport.flat import layout_of, tensor_at
 
 KEY_BYTES = 32
@@ -57,7 +58,7 @@ class TcpPublisher:
         self.server = WeightServer(address, timeout_s)
         threading.Thread(target=self.server.serve_forever, name="weights", daemon=True).start()
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> None:
         named = [(name, tensor.detach().cpu()) for name, tensor in tensors]
         entries, size = layout_of(named)
         buffer = bytearray(size)
@@ -66,17 +67,19 @@ class TcpPublisher:
                 tensor_at(buffer, *place).copy_(tensor)
         key = secrets.token_bytes(KEY_BYTES)
         self.server.versions = {key: buffer}
-        return {
-            "type": "tcp",
-            "host": self.address,
-            "port": self.server.server_address[1],
-            "key": key.hex(),
-            "version": version,
-            "size": size,
-            "layout": entries,
-            "crc32": zlib.crc32(buffer),
-            "timeout_s": self.server.timeout_s,
-        }
+        announce(
+            {
+                "type": "tcp",
+                "host": self.address,
+                "port": self.server.server_address[1],
+                "key": key.hex(),
+                "version": version,
+                "size": size,
+                "layout": entries,
+                "crc32": zlib.crc32(buffer),
+                "timeout_s": self.server.timeout_s,
+            }
+        )
 
     def acknowledge(self) -> None:
         self.server.versions = {}

@@ -138,6 +138,34 @@ def experts_to_return(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def device_transports_need_their_gpus(config: RunConfig) -> Iterator[UserError]:
+    """NCCL has one rank on each GPU; CUDA IPC reaches only who is on the same one."""
+    deployment, transport = config.deployment, config.weight_transport.type
+    colocated = deployment.type == "colocated"
+    if transport not in ("nccl", "ipc"):
+        return
+    if deployment.device == "cpu":
+        yield UserError(
+            f"{transport} moves weights between GPUs.",
+            where=f"weight_transport.type={transport}, deployment.device=cpu",
+            fix="weight_transport=filesystem",
+        )
+    elif colocated == (transport == "nccl"):
+        yield UserError(
+            f"{transport} does not serve a deployment that is {deployment.type}.",
+            where=f"weight_transport.type={transport}, deployment.type={deployment.type}",
+            why="NCCL refuses two ranks on one GPU" if colocated else "trainer and engines share no GPU",
+            fix=f"weight_transport={'ipc' if colocated else 'nccl'}",
+        )
+    elif colocated and resolve_world(config).size < deployment.num_infer_gpus:
+        yield UserError(
+            "Some engines have no trainer rank on their GPU.",
+            where=f"weight_transport.type=ipc, deployment.num_infer_gpus={deployment.num_infer_gpus}",
+            why=f"the trainer has {resolve_world(config).size} ranks, and each serves the engine on its own GPU",
+            fix="weight_transport=shared_memory, or more trainer ranks",
+        )
+
+
 def shared_memory_needs_one_node(config: RunConfig) -> Iterator[UserError]:
     if config.weight_transport.type == "shared_memory" and config.deployment.type == "multi_node":
         yield UserError(

@@ -64,7 +64,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises ValueError when a checksum does not match, OSError when the source is not there."""
         try:
-            self.staged.append(stage(update_info.published, self.verify_checksum))
+            self.staged.append(stage(update_info.published, self.verify_checksum, self.device))
         except (KeyError, TypeError) as error:
             raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
 

@@ -1,0 +1,72 @@
+"""Where a trainer rank sends new weights: the publisher of the run's transport, made for this rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prl.planning.run_plan import RunPlan
+from prl.runtime.child import ChildContext
+from prl.trainer.world import World
+from prl.transport.weights import Publisher, make_publisher
+from prl.transport.weights_ipc import IpcPublisher
+from prl.transport.weights_nccl import NcclPublisher
+
+
+def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
+    """This rank's publisher; None for ranks that only take part in the gathers. A collective."""
+    transport = ctx.plan.config.weight_transport
+    address = ctx.endpoints["rendezvous"].rsplit(":", 1)[0]
+    if transport.type == "ipc":
+        return _ipc_publisher(ctx, world, address)
+    if not world.is_main:
+        return None
+    if transport.type == "nccl":
+        return NcclPublisher(
+            address, count_receivers(ctx.plan), world.device, wire_dtype(ctx.plan), **device_options(ctx.plan)
+        )
+    return make_publisher(transport, ctx.run_dir / "weights", ctx.token, address)
+
+
+def _ipc_publisher(ctx: ChildContext, world: World, address: str) -> IpcPublisher:
+    """Every rank's: it serves the engine on its own GPU, if there is one. The first rank holds the store for all."""
+    timeout = timedelta(seconds=ctx.plan.config.weight_transport.timeout_s)
+    where: list[Any] = [None]
+    store: dist.TCPStore | None = None
+    if world.is_main:
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        where[0] = {"host": address, "port": store.port}
+    if world.size > 1:
+        dist.broadcast_object_list(where, src=0)
+    if store is None:
+        store = dist.TCPStore(where[0]["host"], where[0]["port"], is_master=False, timeout=timeout)
+    role = ctx.role
+    serves = any(
+        engine.node == role.node and role.devices[0] in engine.devices for engine in ctx.plan.roles_of("inference")
+    )
+    announcing = where[0] if world.is_main else None
+    dtype = wire_dtype(ctx.plan)
+    return IpcPublisher(store, announcing, world.device, dtype, serves=serves, **device_options(ctx.plan))
+
+
+def device_options(plan: RunPlan) -> dict[str, Any]:
+    transport = plan.config.weight_transport
+    return {
+        "timeout_s": transport.timeout_s,
+        "bucket_bytes": transport.bucket_mib << 20,
+        "verify": transport.verify_checksum,
+    }
+
+
+def count_receivers(plan: RunPlan) -> int:
+    """Processes of all engines that hold weights: one on each of their devices."""
+    return sum(len(engine.devices) for engine in plan.roles_of("inference"))
+
+
+def wire_dtype(plan: RunPlan) -> torch.dtype:
+    """In which matrices travel from GPU to GPU: the one in which engines compute."""
+    inference, model = plan.config.inference, plan.config.model
+    return getattr(torch, model.dtype if inference.dtype == "auto" else inference.dtype)

@@ -1,0 +1,85 @@
+"""A stream of named tensors as flat buckets of bounded size on one device, and back.
+
+A bucket is a run of bytes and its entries (`flat.Entry`, with a part's place within its tensor for tensors larger than
+a bucket). The largest thing that ever exists besides the model is one bucket, or one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prl.transport.flat import ALIGN
+
+# [name, dtype, shape of the whole tensor, first byte of this part, its bytes, its offset in the bucket]
+Part = list[Any]
+Announce = Callable[[dict[str, Any]], None]  # takes the update_info of a version
+
+
+def parts_of(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[list[Part], list[Tensor]]]:
+    """Cut a stream into buckets: the parts of each, and the bytes of each part ([n] uint8, on the tensors' device)."""
+    assert bucket_bytes % ALIGN == 0
+    parts: list[Part] = []
+    pieces: list[Tensor] = []
+    offset = 0
+    for name, tensor in tensors:
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        first = 0
+        while True:
+            count = min(data.numel() - first, bucket_bytes - offset)
+            parts.append([name, dtype, shape, first, count, offset])
+            pieces.append(data[first : first + count])
+            offset += -(-count // ALIGN) * ALIGN
+            first += count
+            if offset >= bucket_bytes:
+                yield parts, pieces
+                parts, pieces, offset = [], [], 0
+            if first >= data.numel():
+                break
+    if parts:
+        yield parts, pieces
+
+
+def fill(bucket: Tensor, parts: list[Part], pieces: list[Tensor]) -> None:
+    """Copy pieces to their offsets; `bucket` [n] uint8."""
+    for (*_, count, offset), piece in zip(parts, pieces, strict=True):
+        bucket[offset : offset + count].copy_(piece, non_blocking=True)
+
+
+class Assembler:
+    """Tensors out of buckets. Those that lie whole in a bucket are views of it: use them before the next one comes."""
+
+    def __init__(self) -> None:
+        self.unfinished: tuple[str, Tensor] | None = None  # a tensor of which parts are still to come
+
+    def take(self, bucket: Tensor, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
+        for name, dtype_name, shape, first, count, offset in parts:
+            dtype = getattr(torch, dtype_name)
+            size = math.prod(shape) * dtype.itemsize
+            piece = bucket[offset : offset + count]
+            if count < size:
+                if self.unfinished is None:
+                    self.unfinished = name, torch.empty(size, dtype=torch.uint8, device=bucket.device)
+                assert self.unfinished[0] == name
+                whole = self.unfinished[1]
+                whole[first : first + count].copy_(piece)
+                if first + count < size:
+                    continue
+                piece, self.unfinished = whole, None
+            yield name, piece.view(dtype).view(shape)
+
+
+def checksum(bucket: Tensor) -> int:
+    """Sum of the bucket's 32-bit words, modulo 2^64: computed where the bytes are, at the speed of its memory."""
+    return int(bucket.view(torch.int32).sum(dtype=torch.int64).item())
+
+
+def in_dtype(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Matrices in the dtype in which engines compute; vectors (norms, biases of routers) are small and stay exact."""
+    for name, tensor in tensors:
+        yield name, tensor.to(dtype) if tensor.ndim > 1 and tensor.is_floating_point() else tensor

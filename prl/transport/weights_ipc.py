@@ -1,0 +1,133 @@
+"""Weights between processes that share a GPU: two buckets of the trainer's memory, which the engine maps (CUDA IPC).
+
+Each trainer rank serves the engine process on its own GPU; whole tensors exist on every rank anyway while a sharded
+model is gathered. A TCPStore of the first rank carries handles, what a bucket holds, and who is done with which. Flat
+buckets, because a handle for each tensor costs seconds for a large model.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from prl.transport.buckets import Announce, Assembler, checksum, fill, in_dtype, parts_of
+from prl.transport.weights_nccl import BUCKETS
+
+DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the index of the GPU, which each process counts for itself
+
+
+def gpu_name(device: torch.device) -> str:
+    """The same for all processes on a GPU, however they number it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class IpcPublisher:
+    """One trainer rank's side. `publish` returns when the engine on its GPU has every byte."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        announcing: dict[str, Any] | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        serves: bool,
+        timeout_s: float,
+        bucket_bytes: int,
+        verify: bool,
+    ) -> None:
+        """`announcing`: host and port of the store, for the rank that speaks for all; `serves`: an engine is here."""
+        self.store, self.announcing, self.device, self.dtype = store, announcing, device, dtype
+        self.serves, self.timeout_s, self.verify = serves, timeout_s, verify
+        self.name = gpu_name(device)
+        self.bucket_bytes = bucket_bytes
+        self.buckets: list[Tensor] = []
+        if serves:
+            self.buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(BUCKETS)]
+            handles = [reduce_tensor(bucket)[1] for bucket in self.buckets]
+            store.set(f"handles/{self.name}", base64.b64encode(pickle.dumps(handles)).decode())
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> None:
+        """Raises TimeoutError that names the GPU whose engine takes too long."""
+        if self.announcing is not None:
+            announce({"type": "ipc", "version": version, "timeout_s": self.timeout_s, **self.announcing})
+        if not self.serves:  # take part in the gathers
+            for _ in tensors:
+                pass
+            return
+        prefix, number = f"{self.name}/{version}", 0
+        for number, (parts, pieces) in enumerate(parts_of(in_dtype(tensors, self.dtype), self.bucket_bytes), 1):
+            if number > BUCKETS:
+                self._await(f"{prefix}/free/{number - BUCKETS}", version)
+            bucket = self.buckets[number % BUCKETS]
+            fill(bucket, parts, pieces)
+            header = {"parts": parts, "checksum": checksum(bucket) if self.verify else None}
+            torch.cuda.current_stream(self.device).synchronize()  # the other process sees memory, not streams
+            self.store.set(f"{prefix}/bucket/{number}", json.dumps(header))
+        self.store.set(f"{prefix}/bucket/{number + 1}", json.dumps({"end": True}))
+        self._await(f"{prefix}/received", version)
+        for done in range(1, number + 2):
+            self.store.delete_key(f"{prefix}/bucket/{done}")
+            self.store.delete_key(f"{prefix}/free/{done}")
+
+    def _await(self, key: str, version: int) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"weights of version {version}: the engine on GPU {self.name} did not take them within "
+                    f"{self.timeout_s:g} s"
+                )
+            time.sleep(0.0005)
+
+    def acknowledge(self) -> None:
+        """Nothing is kept."""
+
+
+_mapped: dict[tuple[str, int], tuple[dist.Store, list[Tensor]]] = {}  # of this process, by the trainer's address
+
+
+def receive_ipc(update_info: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Named tensors in the trainer's memory; views that hold until the next one is asked for.
+
+    Raises ValueError for damaged bytes, and torch's DistError when the trainer is silent for longer than its timeout.
+    """
+    store, buckets = _map(update_info, device)
+    prefix = f"{gpu_name(device)}/{update_info['version']}"
+    assembler, number = Assembler(), 1
+    header = json.loads(store.get(f"{prefix}/bucket/{number}"))
+    while "end" not in header:
+        bucket = buckets[number % BUCKETS]
+        if header["checksum"] is not None and (found := checksum(bucket)) != header["checksum"]:
+            raise ValueError(f"bucket {number} is damaged: sum {found}, sent as {header['checksum']}")
+        yield from assembler.take(bucket, header["parts"])
+        torch.cuda.synchronize(device)
+        store.set(f"{prefix}/free/{number}", "")
+        number += 1
+        header = json.loads(store.get(f"{prefix}/bucket/{number}"))
+    store.set(f"{prefix}/received", "")
+
+
+def _map(update_info: dict[str, Any], device: torch.device) -> tuple[dist.Store, list[Tensor]]:
+    where = update_info["host"], update_info["port"]
+    if where not in _mapped:
+        store = dist.TCPStore(*where, is_master=False, timeout=timedelta(seconds=update_info["timeout_s"]))
+        handles = pickle.loads(base64.b64decode(store.get(f"handles/{gpu_name(device)}")))
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        buckets = [rebuild_cuda_tensor(*at_device(handle, index)) for handle in handles]
+        _mapped[where] = store, buckets
+    return _mapped[where]
+
+
+def at_device(handle: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return (*handle[:DEVICE_ARGUMENT], index, *handle[DEVICE_ARGUMENT + 1 :])

@@ -1,0 +1,190 @@
+"""Weights in buckets from process to process: the same code that NCCL carries between GPUs, over gloo here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing as mp
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prl.transport.buckets import Assembler, checksum, fill, in_dtype, parts_of
+from prl.transport.weights_ipc import at_device
+from prl.transport.weights_nccl import NcclPublisher, receive_nccl
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
+
+
+def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    stack = torch.randn(3, 40, 11, generator=generator)
+    return [
+        ("scalar", torch.tensor(3.5)),
+        ("empty", torch.empty(0, 4)),
+        *((f"part.{i}", stack[i]) for i in range(3)),
+        ("transposed", torch.randn(9, 40, generator=generator).T),
+        ("half", torch.randn(129, generator=generator).bfloat16()),
+        ("long", torch.randn(500, generator=generator)),  # longer than a bucket
+    ]
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 200), max_size=12),
+    bucket_bytes=st.sampled_from([64, 128, 192, 1024]),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=12, max_size=12),
+)
+def test_what_is_put_into_buckets_comes_out(sizes: list[int], bucket_bytes: int, dtypes: list[torch.dtype]) -> None:
+    sent = [(f"w{i}", (torch.arange(size) % 251).to(dtypes[i])) for i, size in enumerate(sizes)]
+    assembler, got = Assembler(), {}
+    for parts, pieces in parts_of(sent, bucket_bytes):
+        bucket = torch.full((bucket_bytes,), 7, dtype=torch.uint8)
+        assert sum(part[4] for part in parts) <= bucket_bytes
+        fill(bucket, parts, pieces)
+        for name, tensor in assembler.take(bucket, json.loads(json.dumps(parts))):
+            got[name] = tensor.clone()
+    assert list(got) == [name for name, _ in sent]
+    for name, tensor in sent:
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor)
+
+
+def test_tensors_are_asked_for_one_bucket_at_a_time() -> None:
+    asked = []
+
+    def stream():
+        for i in range(10):
+            asked.append(i)
+            yield f"w{i}", torch.zeros(16)
+
+    buckets = parts_of(stream(), bucket_bytes=128)
+    next(buckets)
+    assert asked == [0, 1], "a whole model must never be gathered at once"
+
+
+def test_a_checksum_depends_on_every_bit() -> None:
+    bucket = torch.arange(256, dtype=torch.int64).to(torch.uint8)
+    before = checksum(bucket)
+    for byte in (0, 100, 255):
+        changed = bucket.clone()
+        changed[byte] ^= 1
+        assert checksum(changed) != before
+
+
+def test_matrices_travel_in_the_engines_dtype_and_vectors_as_they_are() -> None:
+    sent = dict(in_dtype([("w", torch.ones(2, 2)), ("norm", torch.ones(2))], torch.bfloat16))
+    assert (sent["w"].dtype, sent["norm"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_mapped_handle_names_the_gpu_as_its_own_process_counts() -> None:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    names = rebuild_cuda_tensor.__code__.co_varnames[: rebuild_cuda_tensor.__code__.co_argcount]
+    assert at_device(names, 5)[names.index("storage_device")] == 5  # type: ignore[arg-type]
+
+
+# --- between processes ------------------------------------------------------------------------------------------------
+
+
+def engine(updates: Any, answers: Any) -> None:
+    """A process of an engine: receives what it is told of."""
+    torch.set_num_threads(1)
+    while (info := updates.get()) is not None:
+        try:
+            answers.put({name: tensor.clone() for name, tensor in receive_nccl(info, CPU)})
+        except Exception as error:
+            answers.put(f"{type(error).__name__}: {error}")
+
+
+class Engines:
+    def __init__(self, count: int) -> None:
+        context = mp.get_context("spawn")
+        self.updates = [context.Queue() for _ in range(count)]
+        self.answers = [context.Queue() for _ in range(count)]
+        self.processes = [
+            context.Process(target=engine, args=pair, daemon=True)
+            for pair in zip(self.updates, self.answers, strict=True)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def announce(self, info: dict[str, Any]) -> None:
+        for queue in self.updates:
+            queue.put(json.loads(json.dumps(info)))  # it travels as JSON
+
+    def results(self) -> list[Any]:
+        return [queue.get(timeout=30) for queue in self.answers]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def publisher_for(count: int, timeout_s: float = 20.0, verify: bool = True) -> NcclPublisher:
+    options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "verify": verify}
+    return NcclPublisher("127.0.0.1", count, CPU, torch.float32, **options)
+
+
+@pytest.fixture
+def two_engines():
+    engines = Engines(2)
+    yield engines
+    engines.end()
+
+
+@pytest.mark.slow
+def test_every_engine_gets_every_version(two_engines: Engines) -> None:
+    publisher = publisher_for(2)
+    for version in (1, 2, 3):
+        sent = dict(tensors(version))
+        publisher.publish(version, iter(sent.items()), two_engines.announce)
+        for got in two_engines.results():
+            assert not isinstance(got, str), got
+            assert list(got) == list(sent)
+            for name, tensor in sent.items():
+                wanted = tensor.float() if tensor.ndim > 1 else tensor
+                assert torch.equal(got[name], wanted)
+    assert not publisher.store.check(["bucket/3/1"]), "what was said of a bucket is forgotten"
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_come_is_named(two_engines: Engines) -> None:
+    publisher = publisher_for(2, timeout_s=8.0)
+    publisher.publish(1, tensors(), two_engines.announce)
+    two_engines.results()
+    victim = two_engines.processes[0]
+    victim.kill()
+    victim.join()
+    with pytest.raises(TimeoutError, match=rf"version 2: not ready within 8 s: process {victim.pid} of \S+ on cpu"):
+        publisher.publish(2, tensors(), two_engines.announce)
+
+
+def test_an_engine_that_never_joined_is_counted() -> None:
+    publisher = publisher_for(1, timeout_s=0.2)
+    with pytest.raises(TimeoutError, match="engine process 1, which never joined"):
+        publisher.publish(0, tensors(), lambda info: None)
+
+
+@pytest.mark.slow
+def test_damage_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prl.transport.weights_nccl.checksum", lambda bucket: checksum(bucket) + 1)  # here, not there
+    engines = Engines(1)
+    publisher = publisher_for(1)
+
+    def publish() -> None:
+        with contextlib.suppress(RuntimeError, TimeoutError):  # its engine ends
+            publisher.publish(1, tensors(), engines.announce)
+
+    threading.Thread(target=publish, daemon=True).start()
+    (answer,) = engines.results()
+    assert "ValueError: bucket 1 of version 1 is damaged" in answer
+    engines.end()
