@@ -106,7 +106,7 @@ class EnginePool:
     async def update_weights(self, version: int, update_info: dict[str, Any]) -> None:
         """Swap weights between two decoding steps; running requests keep their KV and go on."""
         await self.everywhere(PAUSE)
-        await self.everywhere("/start_weight_update")
+        await self.everywhere("/start_weight_update", {})  # 0.23 wants a body
         await self.everywhere("/update_weights", {"update_info": update_info})
         await self.everywhere("/finish_weight_update", {"weight_version": str(version)})
         self.version = version

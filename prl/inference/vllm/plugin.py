@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 
+from prl.inference.vllm.versions import transfer_engine
+
 BACKEND = "prl"  # weight_transfer_config.backend
 
 
@@ -15,4 +17,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # it is registered already
-        WeightTransferEngineFactory.register_engine(BACKEND, "prl.inference.vllm.transfer", "HostTransferEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, *transfer_engine())

