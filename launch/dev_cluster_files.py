@@ -12,6 +12,7 @@ NODES = ("n0", "n1")
 GPUS = 8
 CPUS = 16  # slots that a node offers, whatever this machine has
 NODE_TIMEOUT_S = 8  # a dead node is noticed after about 20 s: SLURM asks again before it believes it
+MEMORY_MB = 2_000_000  # likewise; nobody counts what jobs use
 GRACE_S = 10  # from the warning of a preemption to the kill
 CLUSTER = "dev"
 FREEZER = Path("/sys/fs/cgroup/freezer")
@@ -62,8 +63,9 @@ AccountingStoragePass={dir}/munge.socket
 # Unknown accounts and QOS are refused, as on most clusters.
 AccountingStorageEnforce=associations,limits,qos
 AccountingStorageTRES=gres/gpu
-NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={n0} CPUs={cpus} Gres=gpu:{gpus}
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs={cpus} Gres=gpu:{gpus}
+NodeName=DEFAULT CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} Feature=h200
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={n0}
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1}
 PartitionName=main Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 PartitionName=preemptible Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
 """
@@ -104,7 +106,7 @@ def write_files(path: Path) -> dict[str, int]:
         (path / folder).mkdir(parents=True)
     values = {"dir": path, "host": socket.gethostname(), "cluster": CLUSTER, "password": os.urandom(16).hex()}
     values["proctrack"] = "cgroup" if can_use_cgroups() else "linuxproc"
-    numbers = {"cpus": CPUS, "gpus": GPUS, "grace": GRACE_S, "node_timeout": NODE_TIMEOUT_S}
+    numbers = {"cpus": CPUS, "gpus": GPUS, "grace": GRACE_S, "node_timeout": NODE_TIMEOUT_S, "memory": MEMORY_MB}
     numbers["first_job"] = 1000 * random.randint(1, 60_000) + 1
     for name, text, mode in (
         ("slurm.conf", SLURM_CONF, 0o644),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 from launch.points import Point
 from launch.settings import LauncherSettings
 from prl.config.errors import ConfigError, UserError
+from prl.runtime.ledger import record_failure
+from prl.runtime.status_file import read_status
 
 if TYPE_CHECKING:
     from prl.config.entry import Session
@@ -37,14 +40,21 @@ def run_here(session: Session, point: Point) -> None:
         code = session.job(point.config)
     except UserError as error:
         print(error.render(), file=sys.stderr)
-        code = 2
-    except Exception:
+        code, kind, message = 2, "config", error.render()
+    except Exception as error:
         traceback.print_exc()
-        code = 1
+        code, kind, message = 1, "code", repr(error)
+    else:
+        failure = read_status(point.path).get("failure") or {}
+        kind, message = failure.get("class", "code"), failure.get("message", f"exit code {code}")
     if code in INTERRUPTED:
         raise SystemExit(code)
     if code:
         session.failed[str(point.path)] = code
+    if code and session.is_frozen:
+        attempt = read_status(point.path).get("attempt", 1)
+        node = platform.node()
+        record_failure(point.path, attempt=attempt, kind=kind, message=message, node=node, job=None, requeued=False)
 
 
 def device_places(points: list[Point], settings: LauncherSettings) -> list[str | None]:

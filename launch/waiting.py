@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -48,7 +49,8 @@ def wait_for(points: Collection[Path], sweep_dir: Path, on_slurm: bool) -> None:
 
 
 def outcome(point: Point) -> float | PointFailedError:
-    """The objective of a point that is done (RL: held-out reward, SFT: held-out loss, the last one), or why not.
+    """The objective of a point that is done (RL: held-out reward, SFT: held-out loss, the last one; a
+    trainer's benchmark: tokens/s per GPU), or why not.
 
     A value that it reached before it failed is none: what failed later must not look good.
     """
@@ -57,9 +59,19 @@ def outcome(point: Point) -> float | PointFailedError:
         failure = status.get("failure") or {}
         why = f"{failure['class']}: {failure['message']}" if failure else f"it is {status.get('state', 'not started')}"
         return PointFailedError(f"{point.path.name} has no result.", where=str(point.path), why=why)
+    value = bench_value(point.path) if point.config.job == "bench" else last_value(point)
+    if value is None:
+        fix = "eval.interval=... for RL, sft.val_interval=... for SFT, bench.target=trainer_rl for a benchmark"
+        return PointFailedError(f"{point.path.name} has no value to learn from.", where=str(point.path), fix=fix)
+    return value
+
+
+def last_value(point: Point) -> float | None:
     role, metric = OBJECTIVE[point.config.job]
     values = [row[metric] for row in read_rows(point.path, role) if isinstance(row.get(metric), (int, float))]
-    if not values:
-        fix = "eval.interval=... for RL, sft.val_interval=... for SFT"
-        return PointFailedError(f"{point.path.name} was never evaluated.", where=str(point.path), fix=fix)
-    return values[-1]
+    return values[-1] if values else None
+
+
+def bench_value(path: Path) -> float | None:
+    result = json.loads((path / "result.json").read_text())["result"]
+    return result.get("tokens_per_s_per_gpu")

@@ -13,6 +13,7 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.runtime.agent import read_attempts
+from prl.runtime.ledger import summarise_failures
 from prl.runtime.rundir import is_locked
 from prl.runtime.status_file import FINAL_STATES, read_status, status_path
 from prl.runtime.view import clock
@@ -55,7 +56,8 @@ def render(directory: Path) -> tuple[str, bool]:
     rows = [(row[0], waiting.get(row[0], row[1]), *row[2:]) if row[1] in FINAL_STATES else row for row in rows]
     if not rows:
         return "", False
-    return render_table(sorted(rows)), any(row[1] in ALIVE for row in rows)
+    lines = [render_table(sorted(rows)), summarise_failures(directory)]
+    return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
 
 
 def waiting_points(sweep_dir: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
-    run_app(launch, "bench")
+    run_app(launch, "bench", is_frozen=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,18 @@ from typing import Any
 
 from prl.bench.environment import describe_environment
 from prl.bench.report import print_report
-from prl.config.schema import BenchConfig, RunConfig
+from prl.config.errors import UserError
+from prl.config.schema import RunConfig
+from prl.planning.run_plan import make_plan
+from prl.runtime.failures import Failure
 from prl.runtime.launch import run as run_tree
+from prl.runtime.rundir import claim
+from prl.runtime.signals import StopSignals
+from prl.runtime.status_file import StatusFile, read_status
 
-RESULT = "bench.json"  # in the run directory: what the measuring process found
+RAW_RESULT = "bench.json"  # in the run directory: what the measuring process found
+RESULT = "result.json"  # beside it: the same with what was measured, and where
+STACK_RUN = "stack"  # in the run directory: the run that is summarised
 ENTRIES = {
     "trainer_rl": "prl.bench.trainer:main",
     "trainer_sft": "prl.bench.trainer:main",
@@ -22,42 +30,71 @@ ENTRIES = {
 }
 
 
-def run(config: RunConfig) -> int:
-    """Measure, print the table, write bench.output_json. Returns the exit code; raises UserError as a run does."""
-    bench = config.bench
-    assert bench is not None
-    total = bench.warmup_steps + bench.steps
-    config = config.model_copy(update={"max_steps": total, "output_dir": config.output_dir or _fresh_dir(config.name)})
-    assert config.output_dir is not None
-    run_dir = Path(config.output_dir).expanduser().absolute()
-    if bench.target == "inference":
+def run(config: RunConfig, signals: StopSignals | None = None) -> int:
+    """Measure, print the table, write result.json and bench.output_json. Returns the exit code; raises as a run does.
+
+    Args:
+        signals: as those of `prl.runtime.launch.run`.
+    """
+    assert config.bench is not None
+    target = config.bench.target
+    config = config.model_copy(update={"output_dir": config.output_dir or _fresh_dir(config.name)})
+    if target in ENTRIES:
+        run_dir = _directory(config)
+        code = run_tree(config, {"trainer": ENTRIES[target]}, signals)
+        if code == 0:
+            _publish(config, json.loads((run_dir / RAW_RESULT).read_text()), run_dir)
+        return code
+    return _run_beside(config, signals)
+
+
+def _run_beside(config: RunConfig, signals: StopSignals | None) -> int:
+    """What is no run of its own job: directory and status are kept here, so that a sweep sees how it goes."""
+    plan, run_dir = make_plan(config), _directory(config)
+    claimed = claim(plan)
+    try:
+        if read_status(run_dir).get("state") == "done":
+            print(f"{run_dir} is done already")
+            return 0
+        status = StatusFile(run_dir, plan.point_id, config.job, config.name, config.max_steps)
+        status.update(state="running")
+        try:
+            code, result = _measure(config, run_dir, signals)
+        except BaseException as error:
+            failure = Failure("config" if isinstance(error, UserError) else "code", "bench", 0, 0, str(error), "")
+            status.update(state="failed", failure=failure.to_status())
+            raise
+        if result is not None:
+            _publish(config, result, run_dir)
+        inner = read_status(run_dir / STACK_RUN)
+        status.update(state="done" if result else inner["state"], failure=inner.get("failure"), step=config.max_steps)
+        return code
+    finally:
+        claimed.release()
+
+
+def _measure(config: RunConfig, run_dir: Path, signals: StopSignals | None) -> tuple[int, dict[str, Any] | None]:
+    """The exit code, and the result if it is 0."""
+    assert config.bench is not None
+    if config.bench.target == "inference":
         from prl.bench.inference import measure_engine
 
-        result = measure_engine(config)
-    else:
-        code = _run_processes(config, bench)
-        if code:
-            return code
-        result = _result_of(config, bench, run_dir)
-    _publish(config, bench, result, run_dir)
-    return 0
+        return 0, measure_engine(config)
+    from prl.bench.stack import summarise_run
+
+    inner = run_dir / STACK_RUN
+    code = run_tree(config.model_copy(update={"job": "rl", "bench": None, "output_dir": str(inner)}), signals=signals)
+    return code, None if code else summarise_run(inner, config.bench.warmup_steps)
 
 
-def _run_processes(config: RunConfig, bench: BenchConfig) -> int:
-    if bench.target == "stack":
-        return run_tree(config.model_copy(update={"job": "rl", "bench": None}))
-    return run_tree(config, {"trainer": ENTRIES[bench.target]})
+def _directory(config: RunConfig) -> Path:
+    assert config.output_dir is not None
+    return Path(config.output_dir).expanduser().absolute()
 
 
-def _result_of(config: RunConfig, bench: BenchConfig, run_dir: Path) -> dict[str, Any]:
-    if bench.target == "stack":
-        from prl.bench.stack import summarise_run
-
-        return summarise_run(run_dir, bench.warmup_steps)
-    return json.loads((run_dir / RESULT).read_text())
-
-
-def _publish(config: RunConfig, bench: BenchConfig, result: dict[str, Any], run_dir: Path) -> None:
+def _publish(config: RunConfig, result: dict[str, Any], run_dir: Path) -> None:
+    bench = config.bench
+    assert bench is not None
     document = {
         "target": bench.target,
         "model": config.model.name,
@@ -67,10 +104,9 @@ def _publish(config: RunConfig, bench: BenchConfig, result: dict[str, Any], run_
         "result": result,
     }
     print_report(document)
-    if run_dir.is_dir():
-        print(f"run         {run_dir}")
-    if bench.output_json is not None:
-        path = Path(bench.output_json).expanduser()
+    print(f"run         {run_dir}")
+    paths = [run_dir / RESULT, *([Path(bench.output_json).expanduser()] if bench.output_json else [])]
+    for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
         print(f"json        {path}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prl.bench.launch import RESULT
+from prl.bench.launch import RAW_RESULT
 from prl.bench.measurement import MemoryWatch, StepRecord, Stopwatch, rank_report, summarise_ranks
 from prl.bench.profile import profile_step
 from prl.bench.rows import make_rows
@@ -118,4 +118,4 @@ def write_result(
     result = summarise_ranks(reports, peak, f"({formula}) / step seconds / {peak:.4g} FLOP/s ({source})")
     if profile is not None:
         result["profile"] = profile
-    (ctx.run_dir / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    (ctx.run_dir / RAW_RESULT).write_text(json.dumps(result, indent=1) + "\n")

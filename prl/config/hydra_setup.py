@@ -27,6 +27,7 @@ def register() -> None:
     # ${first_set:${sweep},...}: the first value that is not null (oc.select falls back for absent keys only)
     OmegaConf.register_new_resolver("first_set", _first_set, replace=True)
     OmegaConf.register_new_resolver("row_tokens", _row_tokens, replace=True)
+    OmegaConf.register_new_resolver("sum", lambda *values: sum(values), replace=True)
     if not OmegaConf.has_resolver("sweep_id"):
         OmegaConf.register_new_resolver("sweep_id", lambda: "unnamed")
     store = ConfigStore.instance()

@@ -27,6 +27,7 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.job_nodes import BY_HAND, KEY, Meeting, announce, job_key, node_of_this_process
+from prl.runtime.ledger import record_failure
 from prl.runtime.node_agent import serve_node
 from prl.runtime.signals import StopSignals
 from prl.runtime.status_file import read_status
@@ -78,13 +79,14 @@ def run_attempt(path: Path) -> int:
     plan = read_plan(path)
     before = read_attempts(path)
     number = len(before) + 1
+    tell_lost_attempt(plan, path, before)
     job = os.environ.get("SLURM_JOB_ID")
     _write(
         path,
         {
             "attempt": number,
             "job": _job_name(),
-            "node": os.environ.get("SLURMD_NODENAME", platform.node()),
+            "node": node_name(),
             "started": time.time(),
         },
     )
@@ -101,26 +103,40 @@ def run_attempt(path: Path) -> int:
             warned = signals.first == signal.SIGUSR2 or (signals.first == signal.SIGTERM and was_preempted(job))
     except UserError as raised:
         error, warned = raised, False
-    status = read_status(path)
+    again = conclude(plan, path, before, code, error, warned)
+    if error is not None:
+        raise error
+    if again:
+        subprocess.run(["scontrol", "requeue", str(job)], check=False)  # SLURM ends this job at once
+        time.sleep(60)
+    return code
+
+
+def conclude(
+    plan: RunPlan, path: Path, before: list[dict[str, Any]], code: int, error: UserError | None, warned: bool
+) -> bool:
+    """Tell how an attempt ended, after those before it. Returns whether its job is to be requeued."""
+    status, job, number = read_status(path), os.environ.get("SLURM_JOB_ID"), len(before) + 1
     failure = (status.get("failure") or {}) if code not in (0, *_codes_of_signals()) else {}
     kind = failure.get("class") or ("config" if error is not None else "code" if failure or code == 1 else None)
     row = {"attempt": number, "ended": time.time(), "exit_code": code, "class": kind, "step": status.get("step", 0)}
     again = job is not None and (warned or kind in PASSING) and may_go_on([*before, row], status.get("step", 0))
     _write(path, row | {"requeued": again})
-    if error is not None:
-        raise error
+    if kind is not None and plan.config.sweep is not None:
+        message = error.render() if error is not None else failure.get("message", f"exit code {code}")
+        record_failure(
+            path, attempt=number, kind=kind, message=message, node=node_name(), job=_job_name(), requeued=again
+        )
     if again:
         print(f"requeueing job {job}: {kind or 'told to stop before its time is over'}", flush=True)
-        subprocess.run(["scontrol", "requeue", str(job)], check=False)  # SLURM ends this job at once
-        time.sleep(60)
-    return code
+    return again
 
 
 def run_job(plan: RunPlan, signals: StopSignals) -> int:
     if plan.config.job == "bench":
         from prl.bench.launch import run as run_bench
 
-        return run_bench(plan.config)
+        return run_bench(plan.config, signals)
     from prl.runtime.launch import run
 
     return run(plan.config, signals=signals)
@@ -154,6 +170,21 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
             continue
         attempts.setdefault(row["attempt"], {"class": "node"}).update(row)
     return [attempts[number] for number in sorted(attempts)]
+
+
+def tell_lost_attempt(plan: RunPlan, path: Path, attempts: list[dict[str, Any]]) -> None:
+    """Into the sweep's ledger, if the last attempt could not tell its own end."""
+    if attempts and "ended" not in attempts[-1] and plan.config.sweep is not None:
+        last = attempts[-1]
+        record_failure(
+            path,
+            attempt=last["attempt"],
+            kind="node",
+            message="killed with its node, or by SIGKILL",
+            node=last.get("node", ""),
+            job=last.get("job"),
+            requeued=last.get("job") == _job_name(),
+        )
 
 
 def may_go_on(attempts: list[dict[str, Any]], step: int) -> bool:
@@ -195,6 +226,10 @@ def was_preempted(job: str | None) -> bool:
     asked = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
     found = re.search(r" PreemptTime=(\S+)", asked.stdout)
     return found is not None and found.group(1) not in ("None", "(null)")
+
+
+def node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME", platform.node())
 
 
 def _job_name() -> str | None:
