@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from launch.code_copy import freeze_code
 from launch.points import Point, PointState, freeze, record_points
@@ -10,6 +14,19 @@ from launch.settings import LauncherSettings
 from launch.slurm import make_batches, write_script
 from launch.slurm_queue import DEFAULT_MAX_ARRAY_SIZE
 from prl.planning.render import render_plan
+
+ROLES = "roles"  # in a point's directory: what each role is given, for people to read
+SHARED = ("job", "seed", "max_steps", "seq_len", "cache_dir", "logging", "debug")
+SECTIONS = {  # role -> the parts of the configuration that it reads, beside those that all do
+    "inference": ("model", "inference", "deployment", "weight_transport"),
+    "orchestrator": ("model", "algo", "env", "eval", "inference", "deployment", "ckpt"),
+    "trainer": (
+        *("model", "parallelism", "memory_recipe", "optim", "algo", "deployment", "weight_transport", "ckpt"),
+        *("warm_start", "sft", "bench"),
+    ),
+    "env": ("env",),
+}
+INDENT = "    "
 
 
 def show(
@@ -20,13 +37,18 @@ def show(
     settings: LauncherSettings,
     on_slurm: bool,
 ) -> None:
-    """Freeze the points, print the layout of each and, for SLURM, write and print the scripts."""
+    """Freeze the points; print the layout of each, the configuration of its roles and, for SLURM, the scripts."""
     record_points(sweep_dir, points)
+    first: dict[str, dict[str, Any]] = {}
     for point in points:
         print(f"== {point.path.name} ({states[point.path]})")
         print(render_plan(point.plan))
         if point in todo:
             freeze(point)
+            configs = role_configs(point)
+            write_roles(point, configs)
+            print_roles(point, configs, first)
+            first = first or configs
             print(f"by hand: python -m prl.runtime.agent {point.path}")
     if not on_slurm or not todo:
         return
@@ -36,3 +58,48 @@ def show(
         script = write_script(batch, sweep_dir, code)
         print(f"== {script}")
         print(script.read_text())
+
+
+def role_configs(point: Point) -> dict[str, dict[str, Any]]:
+    """Role -> its part of the resolved configuration, for the roles that the plan has."""
+    whole = point.config.model_dump(mode="json")
+    roles = dict.fromkeys(role.role for role in point.plan.roles)
+    parts = {role: (*SHARED, *SECTIONS[role]) for role in roles}
+    return {role: {key: whole[key] for key in keys if whole[key] is not None} for role, keys in parts.items()}
+
+
+def write_roles(point: Point, configs: dict[str, dict[str, Any]]) -> None:
+    """POINT/roles/ROLE.yaml."""
+    (point.path / ROLES).mkdir(exist_ok=True)
+    for role, config in configs.items():
+        head = "# To read: what starts is plan.json, and editing this file changes nothing.\n"
+        (point.path / ROLES / f"{role}.yaml").write_text(head + to_yaml(config))
+
+
+def print_roles(point: Point, configs: dict[str, dict[str, Any]], first: dict[str, dict[str, Any]]) -> None:
+    """The configuration of each role; once the first point is told, only what differs from it."""
+    for role, config in configs.items():
+        print(f"{role}: {point.path / ROLES / role}.yaml")
+        lines = to_yaml(config).splitlines()
+        if role in first:
+            lines = [f"{key}: {json.dumps(value)}" for key, value in differences(config, first[role]).items()]
+        print("".join(f"{INDENT}{line}\n" for line in lines), end="")
+
+
+def differences(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys of `config` whose values `base` does not have, and null for those that only `base` has."""
+    mine, theirs = flatten(config), flatten(base)
+    changed = {key: value for key, value in mine.items() if key not in theirs or theirs[key] != value}
+    return changed | {key: None for key in theirs if key not in mine}
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys -> values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def to_yaml(config: dict[str, Any]) -> str:
+    return yaml.safe_dump(config, sort_keys=False, width=110, default_flow_style=None)

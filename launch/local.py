@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -97,13 +98,13 @@ def visible_gpus() -> list[str]:
 
 def run_side_by_side(session: Session, points: list[Point], places: list[str | None]) -> None:
     """Each point in a process of its own; its console goes to POINT/console.log. A signal to this process stops all."""
-    waiting, free = list(points), list(range(len(places)))
+    waiting, free, cores = list(points), list(range(len(places))), share_cores(len(places))
     running: dict[int, tuple[Point, subprocess.Popen[bytes]]] = {}
     try:
         while waiting or running:
             while waiting and free:
                 place, point = free.pop(0), waiting.pop(0)
-                running[place] = (point, start_agent(point.path, places[place]))
+                running[place] = (point, start_agent(point.path, places[place], cores[place]))
                 print(f"{point.path.name}: started, console in {point.path / 'console.log'}", flush=True)
             time.sleep(POLL_S)
             for place, (point, process) in list(running.items()):
@@ -121,13 +122,30 @@ def run_side_by_side(session: Session, points: list[Point], places: list[str | N
             process.wait()
 
 
-def start_agent(path: Path, devices: str | None) -> subprocess.Popen[bytes]:
+def share_cores(count: int) -> list[set[int]]:
+    """This process's CPU cores in as many parts; where there are fewer cores than parts, parts share them. Only Linux
+    can hold a process to some cores.
+    """
+    if sys.platform != "linux":
+        return [set() for _ in range(count)]
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        return [{cores[i % len(cores)]} for i in range(count)]
+    return [set(cores[i * len(cores) // count : (i + 1) * len(cores) // count]) for i in range(count)]
+
+
+def start_agent(path: Path, devices: str | None, cores: set[int]) -> subprocess.Popen[bytes]:
+    """The point's roles take as many threads as there are cores (prl.runtime.environment)."""
     environment = dict(os.environ) if devices is None else os.environ | {"CUDA_VISIBLE_DEVICES": devices}
     with (path / "console.log").open("ab") as console:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "prl.runtime.agent", str(path)],
             env=environment,
             stdout=console,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
+    if cores:
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(process.pid, cores)  # what it starts inherits it
+    return process

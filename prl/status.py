@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import UserError
+from prl.config.pipe import until_the_reader_leaves
 from prl.runtime.agent import read_attempts
 from prl.runtime.ledger import summarise_failures
 from prl.runtime.rundir import is_locked
@@ -32,14 +33,20 @@ def main() -> None:
         "--follow", action="store_true", help=f"every {FOLLOW_S:g} s again, until nothing runs or waits"
     )
     arguments = parser.parse_args()
+    with until_the_reader_leaves():
+        show(arguments.directory, arguments.follow)
+
+
+def show(directory: Path, follow: bool) -> None:
+    """Print the status, and go on while anything runs or waits. Leaves by SystemExit where there is no run."""
     while True:
-        text, alive = render(arguments.directory)
+        text, alive = render(directory)
         if not text:
-            print(f"no run in {arguments.directory}", file=sys.stderr)
+            print(f"no run in {directory}", file=sys.stderr)
             sys.exit(2)
-        clear = "\x1b[2J\x1b[H" if arguments.follow and sys.stdout.isatty() else ""
+        clear = "\x1b[2J\x1b[H" if follow and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
-        if not (arguments.follow and alive):
+        if not (follow and alive):
             return
         time.sleep(FOLLOW_S)
 

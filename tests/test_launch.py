@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.launching import is_to_start
+from launch.local import share_cores, start_agent
 from launch.points import make_points, state_of
 from launch.settings import LauncherSettings
 from launch.slurm import Shape, make_batches, render
@@ -19,7 +20,7 @@ from prl.config import compose
 from prl.config.composer import Composer
 from prl.config.errors import ConfigError, UserError
 from prl.config.sweep import expand, resolve_points
-from prl.planning.run_plan import make_plan
+from prl.planning.run_plan import make_plan, plan_to_json
 from prl.runtime.agent import may_go_on, read_attempts
 
 SMALL = ["max_steps=3", "seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.export_hf=false"]
@@ -190,6 +191,35 @@ def test_points_run_side_by_side_here(tmp_path):
     again = run(tmp_path, "hydra.launcher.parallel_points=2", "sweep=p", "seed=1,2")
     assert again.returncode == 0
     assert again.stderr.count("done already") == 2
+
+
+def test_points_side_by_side_share_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7, 9, 11})
+    assert share_cores(1) == [{3, 5, 7, 9, 11}]
+    assert share_cores(2) == [{3, 5}, {7, 9, 11}]
+    assert share_cores(6) == [{3}, {5}, {7}, {9}, {11}, {3}]
+    monkeypatch.undo()
+    core = min(os.sched_getaffinity(0))
+    process = start_agent(tmp_path, None, {core})  # fails for want of a plan, later
+    assert os.sched_getaffinity(process.pid) == {core}
+    assert process.wait(60) == 2
+
+
+@pytest.mark.parametrize("module", ["prl.status", "prl.compare"])
+def test_a_reader_that_leaves_is_no_error(tmp_path, module):
+    point = tmp_path / "point"
+    point.mkdir()
+    status = {"state": "failed", "step": 1, "max_steps": 2, "attempt": 1, "updated": 0.0, "point_id": "x", "job": "sft"}
+    failure = {"class": "oom", "role": "trainer/0", "message": "out of memory", "log_tail": []}
+    (point / "status.json").write_text(json.dumps(status | {"failure": failure, "roles": {}}))
+    plan = make_plan(compose(["seed=1"], "sft"))
+    (point / "plan.json").write_text(plan_to_json(plan))
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", module, str(tmp_path)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_fits_no_node_is_refused_before_anything_is_written(tmp_path):

@@ -12,6 +12,7 @@ from prl.compare.points import read_directory
 from prl.compare.ranking import compare
 from prl.compare.table import render_csv, render_json, render_text
 from prl.config.errors import UserError
+from prl.config.pipe import until_the_reader_leaves
 
 if TYPE_CHECKING:
     from prl.compare.points import Point
@@ -53,13 +54,15 @@ def run(arguments: argparse.Namespace) -> None:
     title = directory.absolute().name if is_directory else arguments.target
     points = read_directory(directory) if is_directory else _from_wandb(arguments.target)
     comparison = compare(title, points, arguments.at)
-    print(render_text(comparison))
+    with until_the_reader_leaves():
+        print(render_text(comparison))
     png = arguments.png or (directory / PNG if is_directory else None)
     try:
         written = _write_files(comparison, arguments, png)
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}", fix="name another place") from error
-    print("\n" + "\n".join(f"written {path}" for path in written) if written else "")
+    with until_the_reader_leaves():
+        print("\n" + "\n".join(f"written {path}" for path in written) if written else "")
 
 
 def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Path | None) -> list[Path]:
