@@ -12,9 +12,12 @@ import pytest
 from slurm_cluster import SMALL
 
 from launch import waiting
-from launch.waiting import wait_for
-from prl.config.errors import UserError
+from launch.points import Point
+from launch.waiting import outcome, wait_for
+from prl.config import compose
+from prl.config.errors import PointFailedError, UserError
 from prl.config.sweep import corners, expand
+from prl.planning.run_plan import make_plan
 
 # Two rounds of two points; a round's winner is a point of the next, and it names one point twice.
 SWEEPER = """\
@@ -96,6 +99,22 @@ def test_a_failed_point_has_no_result(tmp_path):
     assert "has no result" in done.stderr
     assert "config: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_only_a_point_that_is_done_has_a_value(tmp_path, state):
+    config = compose(["seed=1"], "sft").model_copy(update={"output_dir": str(tmp_path)})
+    (tmp_path / "metrics").mkdir()
+    rows = [{"step": 1, "val_loss": 3.0}, {"step": 2, "val_loss": 2.0}, {"step": 3, "loss": 1.0}]
+    (tmp_path / "metrics/trainer.0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    failure = {"class": "code", "message": "nan"} if state == "failed" else None
+    (tmp_path / "status.json").write_text(json.dumps({"state": state, "failure": failure}))
+    result = outcome(Point(("seed=1",), make_plan(config)))
+    if state == "done":
+        assert result == 2.0
+    else:
+        assert isinstance(result, PointFailedError)
+        assert result.why == ("code: nan" if state == "failed" else "it is stopped")
 
 
 @pytest.mark.slow

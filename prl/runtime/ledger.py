@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import time
@@ -18,7 +20,8 @@ def record_failure(
 ) -> None:
     """Append a line to the ledger of the sweep that the point's directory lies in.
 
-    One write to a file opened for appending: the lines of points that fail at the same time do not mix.
+    One write to a file opened for appending, under a lock since NFS does not append atomically: the lines of points that
+    fail at the same time do not mix.
 
     Args:
         kind: the class, as `prl.runtime.failures` has them.
@@ -27,9 +30,15 @@ def record_failure(
     """
     row = {"point": point.name, "attempt": attempt, "class": kind, "message": message[:MESSAGE_LENGTH]}
     row |= {"node": node, "job": job, "time": time.time(), "requeued": requeued}
-    line = json.dumps(row).encode() + b"\n"
-    fd = os.open(point.parent / LEDGER, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    with contextlib.suppress(OSError):  # a full disk costs the line, and not what the caller does next
+        append(point.parent / LEDGER, json.dumps(row).encode() + b"\n")
+
+
+def append(path: Path, line: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        with contextlib.suppress(OSError):  # no locks here: local filesystems append atomically without
+            fcntl.flock(fd, fcntl.LOCK_EX)
         os.write(fd, line)
     finally:
         os.close(fd)
