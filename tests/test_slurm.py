@@ -21,6 +21,8 @@ from slurm_cluster import (
     wait_until,
 )
 
+from prl.runtime.ledger import read_failures
+
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
 
 LONG = ["max_steps=40", "seq_len=256", "ckpt.interval=2", "slurm.signal_delay_s=20"]
@@ -113,6 +115,11 @@ def test_a_failing_point_is_failed_for_slurm_and_has_a_class(tmp_path):
     wait_for_queue()
     assert set(states(tmp_path).values()) == {"FAILED"}
     assert {status_of(point)["failure"]["class"] for point in points_of(tmp_path)} == {"config"}
+    failures = read_failures(tmp_path / "outputs/sweeps/s")
+    assert {row["job"] for row in failures} == set(states(tmp_path))
+    assert {(row["attempt"], row["class"], row["node"][0], row["requeued"]) for row in failures} == {
+        (1, "config", "n", False)
+    }
     again = submit(tmp_path, "data=jsonl", f"sft.data.source={data}", "seed=1,2")
     assert len(sweep_of(tmp_path)["submissions"]) == 1, again.stderr
     assert "retry_failed=true" in again.stderr

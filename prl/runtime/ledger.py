@@ -20,8 +20,8 @@ def record_failure(
 ) -> None:
     """Append a line to the ledger of the sweep that the point's directory lies in.
 
-    One write to a file opened for appending, under a lock since NFS does not append atomically: the lines of points that
-    fail at the same time do not mix.
+    One write to a file opened for appending, under a lock since NFS does not append atomically: the lines of points
+    that fail at the same time do not mix.
 
     Args:
         kind: the class, as `prl.runtime.failures` has them.
