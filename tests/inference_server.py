@@ -49,12 +49,11 @@ class Reply:
     body: Any
 
 
-class Client:
+class HttpClient:
     """Calls from threads of its own, so that several can be under way at once."""
 
-    def __init__(self, ctx: ServerContext, error: list[BaseException]) -> None:
-        self.ctx, self.error = ctx, error
-        self.port: int = ctx.listen_socket.getsockname()[1]
+    def __init__(self, port: int) -> None:
+        self.port = port
         self.pool = ThreadPoolExecutor(64)
 
     def call(self, method: str, route: str, body: Any = None, key: str | None = TOKEN) -> Reply:
@@ -100,6 +99,14 @@ class Client:
         while self.metric(name) != value:
             assert time.monotonic() < deadline, f"{name} is {self.metric(name)}, not {value}"
             time.sleep(0.005)
+
+
+class Client(HttpClient):
+    """Of a server in this process: `ctx` is what it was given, `error` holds what it died of."""
+
+    def __init__(self, ctx: ServerContext, error: list[BaseException]) -> None:
+        super().__init__(ctx.listen_socket.getsockname()[1])
+        self.ctx, self.error = ctx, error
 
 
 @contextmanager

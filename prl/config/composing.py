@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import register, with_sweep_group
+from prl.config.hydra_setup import in_hydras_terms, register
 from prl.config.locate import conf_dir
 from prl.config.overrides import alias_conflict, choices_of, diagnose, parse
 
@@ -29,9 +29,7 @@ def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:
     """The composed config with Hydra's node. Raises ConfigError for overrides that Hydra refuses."""
     try:
         with _hydra():
-            cfg = hydra_compose(
-                config_name=config_name, overrides=with_sweep_group(overrides), return_hydra_config=True
-            )
+            cfg = hydra_compose(config_name=config_name, overrides=in_hydras_terms(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_name) from error
     conflict = alias_conflict(overrides)

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.composing import VERSION_BASE, current_choices, explain, problems
 from prl.config.errors import ConfigError, PointFailedError, UserError
-from prl.config.hydra_setup import SWEEP_OPTION, name_sweep, register, with_sweep_group
+from prl.config.hydra_setup import SWEEP_OPTION, in_hydras_terms, name_sweep, register
 from prl.config.locate import conf_dir
 from prl.config.overrides import alias_conflict, swept_keys
 from prl.config.sweep import corners, expand, makes_a_grid, resolve_points, sweep_lines
@@ -75,7 +75,7 @@ class Session:
 
 def point_key(overrides: Iterable[str]) -> tuple[str, ...]:
     """What tells points apart: Hydra gives its launchers the overrides without its own."""
-    lines = with_sweep_group(list(overrides))
+    lines = in_hydras_terms(list(overrides))
     return tuple(sorted(line for line in lines if not line.startswith(("hydra.", "hydra/"))))
 
 

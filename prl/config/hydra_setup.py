@@ -7,6 +7,8 @@ group at package `memory` would add a key of that name.
 `+sweep=seeds` chooses `sweeps/seeds.yaml`. Were the group called `sweep`, Hydra would take every `sweep=NAME` for a
 choice of it, and the key `sweep`, which names a sweep, could not be set. So the group is called `sweeps`, as the
 folder, and `+sweep=` is a second name of `+sweeps=`.
+
+`inference.vllm.ARGUMENT=value` sets any argument of vLLM without a `+`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from prl.config.locate import config_groups, sweeps_dir
 
 SWEEP_OPTION = "+sweep="
+OPEN_NODES = ("inference.vllm.",)  # take keys that conf/ does not list; Hydra alone would ask for a +
 
 
 def register() -> None:
@@ -34,12 +37,17 @@ def register() -> None:
     for choice in config_groups()["memory_recipe"]:
         store.store(group="memory", name=choice, node={}, package="_global_", provider="prl")
     _register_sweeps()
-    sys.argv = with_sweep_group(sys.argv)
+    sys.argv = in_hydras_terms(sys.argv)
 
 
-def with_sweep_group(lines: list[str]) -> list[str]:
-    """The overrides with `+sweep=NAME` in Hydra's terms."""
-    return [line.replace(SWEEP_OPTION, "+sweeps=", 1) if line.startswith(SWEEP_OPTION) else line for line in lines]
+def in_hydras_terms(lines: list[str]) -> list[str]:
+    """The overrides with `+sweep=NAME` as a choice of a group, and new keys of open nodes as additions."""
+    names = {SWEEP_OPTION: "+sweeps=", **{node: f"++{node}" for node in OPEN_NODES}}
+    return [_renamed(line, names) for line in lines]
+
+
+def _renamed(line: str, names: dict[str, str]) -> str:
+    return next((line.replace(old, new, 1) for old, new in names.items() if line.startswith(old)), line)
 
 
 @functools.cache

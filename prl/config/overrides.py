@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from prl.config.errors import UserError
+from prl.config.hydra_setup import OPEN_NODES
 from prl.config.locate import config_groups
 
 
@@ -111,7 +112,7 @@ def diagnose(lines: Iterable[str], known_keys: set[str], used_groups: set[str]) 
     found: list[UserError] = []
     for override in parse(lines):
         key = override.key_or_group
-        if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
+        if key.split(".")[0] == "hydra" or key.startswith(("hydra/", *OPEN_NODES)):
             continue
         if key in used_groups:
             found += [unknown_choice(key, c, groups[key]) for c in choices_of(override) if c not in groups[key]]

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from prl.config.composer import Composer
 from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import with_sweep_group
+from prl.config.hydra_setup import in_hydras_terms
 from prl.config.locate import sweeps_dir
 from prl.config.overrides import choices_of, parse, swept_keys
 
@@ -34,7 +34,7 @@ def sweep_lines(overrides: list[str], config_name: str) -> list[str]:
     params = compose_yaml(fixed, config_name).hydra.sweeper.get("params") or {}
     given = {override.get_key_element(): override.input_line or "" for override in parsed}
     swept = [given.get(key, f"{key}={value}") for key, value in params.items()]
-    return with_sweep_group([*swept, *(line for key, line in given.items() if key not in params)])
+    return in_hydras_terms([*swept, *(line for key, line in given.items() if key not in params)])
 
 
 def _check_sweep_name(parsed: list[Override]) -> None:

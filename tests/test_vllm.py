@@ -1,0 +1,393 @@
+"""vLLM itself as the inference engine, on a CPU: one server for the whole module, as `python -m prl.inference` runs it.
+
+The last test but one kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+import torch
+from inference_server import TOKEN, HttpClient
+from runs import SMALL, finish, rows, run, start
+from torch import Tensor
+
+from prl.config import compose
+from prl.config.schema import RunConfig, SamplingConfig, WeightTransportConfig
+from prl.inference.engine import TorchEngine
+from prl.inference.sampling import SamplingParams
+from prl.inference.sequences import Request
+from prl.inference.server import eos_token_ids
+from prl.models.attention import packed_attention
+from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.models.qwen3 import Qwen3Model
+from prl.orchestrator.engines import PAUSE, EngineError, EnginePool
+from prl.orchestrator.rollout import Generation
+from prl.transport.weights import Publisher, make_publisher
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+T = TypeVar("T")
+KEY_VAR = "PRL_TEST_KEY"
+OVERRIDES = [
+    "inference=vllm", "debug.num_threads=1", f"inference.api_key_var={KEY_VAR}", "inference.max_num_seqs=32",
+    "inference.vllm.max_num_batched_tokens=4096",
+]  # fmt: skip
+PROMPT = [258, *b"hello", 256, 259]
+PLAIN = SamplingConfig()
+START_TIMEOUT_S = 180
+
+
+@dataclass
+class Server:
+    """A running `python -m prl.inference`."""
+
+    process: psutil.Process
+    run_dir: Path
+    config: RunConfig
+    http: HttpClient
+    published: int = 0
+
+    def with_pool(self, work: Callable[[EnginePool], Awaitable[T]]) -> T:
+        """Work with the orchestrator's own client."""
+
+        async def scenario() -> T:
+            pool = EnginePool([f"http://127.0.0.1:{self.http.port}"], self.config.inference, "another")
+            pool.version = self.published
+            try:
+                return await work(pool)
+            finally:
+                await pool.close()
+
+        return asyncio.run(scenario())
+
+    def sample(self, prompt: list[int] = PROMPT, max_tokens: int = 24, salt: str | None = None,
+               sampling: SamplingConfig = PLAIN) -> Generation:  # fmt: skip
+        salt = f"train-{self.published}" if salt is None else salt
+        return self.with_pool(lambda pool: pool.generate(prompt, max_tokens, 3, salt, sampling, "r"))
+
+    def update(self, model: Qwen3Model, publisher: Publisher) -> None:
+        """A whole update, as trainer and orchestrator make it."""
+        info = publisher.publish(self.published + 1, hf_tensors(model))
+        self.with_pool(lambda pool: pool.update_weights(self.published + 1, info))
+        publisher.acknowledge()
+        self.published += 1
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    os.environ[KEY_VAR] = TOKEN
+    return compose([f"cache_dir={tmp_path_factory.mktemp('cache')}", *OVERRIDES], config_name="inference")
+
+
+@pytest.fixture(scope="module")
+def server(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    where = tmp_path_factory.mktemp("server")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    args = [*OVERRIDES, f"cache_dir={config.cache_dir}", f"inference.port={port}", f"output_dir={where}/run"]
+    process = start(args, where, "prl.inference")
+    server = Server(psutil.Process(process.pid), where / "run", config, HttpClient(port))
+    try:
+        server.with_pool(lambda pool: healthy(pool, process))
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        output = finish(process, 30).output
+        server.http.pool.shutdown(wait=False, cancel_futures=True)
+        print(output)
+
+
+async def healthy(pool: EnginePool, process) -> None:
+    waiting = asyncio.create_task(pool.wait_healthy(START_TIMEOUT_S))
+    while not waiting.done():
+        assert process.poll() is None, process.communicate()[0]
+        await asyncio.wait([waiting], timeout=0.5)
+    await waiting
+
+
+@pytest.fixture(scope="module")
+def path(config: RunConfig) -> Path:
+    return resolve_model_path(config.model, Path(config.cache_dir))
+
+
+def other_model(path: Path, config: RunConfig, seed: int) -> Qwen3Model:
+    """Every weight far off those of any other seed."""
+    model = load_model(path, config.model.card, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=generator), alpha=0.05)
+    return model
+
+
+@torch.no_grad()
+def trainer_logprobs(model: Qwen3Model, tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """[T, V], of the token that follows each."""
+    length = len(tokens)
+    hidden = model(torch.tensor(tokens), torch.arange(length), packed_attention([length], torch.device("cpu")))
+    return torch.log_softmax(model.logits(hidden) / temperature, dim=-1)
+
+
+def differences(model: Qwen3Model, generation: Generation, prompt: list[int] = PROMPT, **kwargs) -> Tensor:
+    """[completion tokens], |logprob of the engine - logprob of the trainer|."""
+    ids = generation.token_ids
+    ours = trainer_logprobs(model, prompt + ids, **kwargs)[len(prompt) - 1 : -1]
+    return (ours[torch.arange(len(ids)), torch.tensor(ids)] - torch.tensor(generation.logprobs)).abs()
+
+
+# --- the orchestrator's client does not notice ------------------------------------------------------------------------
+
+
+def test_the_server_starts_with_the_checkpoint_and_its_versions(server: Server, path: Path) -> None:
+    model = load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
+    generation = server.sample(max_tokens=40)
+    assert len(generation.token_ids) == 40
+    assert generation.versions == [0] * 40
+    assert differences(model, generation).max() < 1e-4
+    assert server.http.get("/weight_info").body == {"weight_version": "0"}
+    assert server.http.get("/v1/models").body["data"][0]["id"] == server.config.model.name
+    info = server.http.get("/server_info?config_format=json").body
+    assert info["vllm_config"]["scheduler_config"]["max_num_batched_tokens"] == 4096
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_logprobs_are_of_the_distribution_sampled_from(server: Server, path: Path, temperature: float) -> None:
+    model = load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
+    generation = server.sample(sampling=SamplingConfig(temperature=temperature))
+    assert differences(model, generation, temperature=temperature).max() < 1e-4
+
+    top = server.sample(sampling=SamplingConfig(temperature=temperature, top_k=4))
+    logprobs = trainer_logprobs(model, PROMPT + top.token_ids, temperature)[len(PROMPT) - 1 : -1]
+    best = logprobs.topk(4)
+    for token, given, values, ids in zip(top.token_ids, top.logprobs, best.values, best.indices, strict=True):
+        expected = torch.log_softmax(values, -1)[ids.tolist().index(token)]
+        assert abs(given - float(expected)) < 1e-4
+
+
+def test_ends_are_those_of_the_builtin_engine(server: Server, path: Path, tmp_path: Path) -> None:
+    """Greedy, so that both say the same; a stop token is part of the completion, and its logprob too."""
+    model = other_model(path, server.config, 9)
+    server.update(model, make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1"))
+    engine = TorchEngine(model, server.config.inference, eos_token_ids=())
+    greedy = greedy_tokens(engine, ())
+    stop = next(token for i, token in enumerate(greedy) if i >= 3 and token not in greedy[:i])
+    for stops in ((), (stop,)):
+        expected = greedy_tokens(engine, stops)
+        generation = server.sample(sampling=SamplingConfig(temperature=0.0, stop_token_ids=stops))
+        assert generation.token_ids == expected
+        assert len(generation.logprobs) == len(expected)
+        assert generation.finish_reason == ("stop" if stops else "length")
+    assert expected[-1] == stop
+
+
+def greedy_tokens(engine: TorchEngine, stops: tuple[int, ...]) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=stops)
+    sequences = engine.prepare(Request("r", PROMPT, params))
+    engine.submit(sequences)
+    while engine.busy:
+        engine.step()
+    return sequences[0].completion_ids
+
+
+def test_the_eos_ends_a_completion(server: Server, path: Path) -> None:
+    (eos, *_) = eos_token_ids(256, path, server.config.model.card.vocab_size)
+    bias = {"logit_bias": {str(eos): 100}, "ignore_eos": False}
+    choice = server.http.generate(max_tokens=8, **bias).body["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("stop", None, [eos])
+
+
+def test_refusals_are_engine_errors(server: Server) -> None:
+    with pytest.raises(EngineError, match=r"generate: 400: .*vocabulary"):
+        server.sample([10**6])
+    with pytest.raises(EngineError, match="generate: 400: "):
+        server.sample([1] * 300)
+
+
+def test_requests_of_a_paused_engine_are_counted_and_answered_later(server: Server) -> None:
+    async def barrier(pool: EnginePool) -> list[Generation]:
+        await pool.everywhere(PAUSE)
+        jobs = [asyncio.create_task(pool.generate(PROMPT, 4, i, "a", PLAIN, f"r{i}")) for i in range(8)]
+        deadline = time.monotonic() + 20
+        while await pool.queued(0) < 8:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert not any(job.done() for job in jobs)
+        await pool.everywhere("/resume")
+        return list(await asyncio.gather(*jobs))
+
+    assert [len(generation.token_ids) for generation in server.with_pool(barrier)] == [4] * 8
+
+
+@pytest.mark.parametrize("route", ["/metrics", "/v1/models", "/is_paused", "/weight_info", "/docs"])
+def test_all_routes_but_health_want_a_key(server: Server, route: str) -> None:
+    for key in (None, "", "wrong"):
+        assert server.http.get(route, key=key).status == 401
+        assert server.http.post("/pause?mode=keep", key=key).status == 401
+        assert server.http.get("/health", key=key).status == 200
+    assert server.http.get(route).status == 200
+    assert server.http.get("/is_paused").body == {"is_paused": False}
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "shared_memory", "tcp"])
+def test_each_update_changes_every_weight(server: Server, path: Path, tmp_path: Path, transport: str) -> None:
+    """Two updates, for what breaks at the second only."""
+    transport_config = WeightTransportConfig(type=transport)
+    publisher = make_publisher(transport_config, tmp_path / "weights", "token-of-a-test", "127.0.0.1")
+    before = server.sample()
+    for seed in (1, 2):
+        model = other_model(path, server.config, seed)
+        assert differences(model, before).max() > 0.1
+        server.update(model, publisher)
+        before = server.sample()
+        assert before.versions == [server.published] * 24
+        assert differences(model, before).max() < 1e-3
+        assert server.http.get("/weight_info").body == {"weight_version": str(server.published)}
+
+
+def test_running_requests_go_on_and_say_which_weights_made_each_token(
+    server: Server, path: Path, tmp_path: Path
+) -> None:
+    old, new = (other_model(path, server.config, seed) for seed in (3, 4))
+    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+    server.update(old, publisher)
+    first = server.published
+    info = publisher.publish(first + 1, hf_tensors(new))
+    preempted, generated = (server.http.metric(f"{name}_total") for name in ("num_preemptions", "generation_tokens"))
+
+    async def scenario(pool: EnginePool) -> list[Generation]:
+        jobs = [asyncio.create_task(pool.generate(PROMPT, 240, i, "a", PLAIN, f"r{i}")) for i in range(16)]
+        deadline = time.monotonic() + 60
+        while await asyncio.to_thread(server.http.metric, "generation_tokens_total") < generated + 16 * 40:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.001)
+        await pool.update_weights(first + 1, info)
+        return list(await asyncio.gather(*jobs))
+
+    generations = server.with_pool(scenario)
+    server.published += 1
+    crossing = [g for g in generations if len(set(g.versions)) == 2]
+    assert crossing, [g.versions for g in generations]
+    for generation in crossing:
+        assert generation.versions == sorted(generation.versions)
+        assert set(generation.versions) == {first, first + 1}
+        count = generation.versions.index(first + 1)
+        by_old = differences(old, generation)
+        assert by_old[:count].max() < 1e-3  # none too young ...
+        assert by_old[count:].max() > 0.1  # ... and none too old
+    starts = [float(differences(old, g)[g.versions.index(first + 1)]) for g in crossing]
+    assert max(starts) > 1e-3, "the first token of the new label is of the old weights"
+    assert server.http.metric("num_preemptions_total") == preempted, "KV was dropped"
+
+
+def test_a_prefix_of_older_weights_is_not_reused(server: Server, path: Path, tmp_path: Path) -> None:
+    prompt = [*PROMPT[:-1], *range(97, 97 + 26), *range(40, 40 + 120), PROMPT[-1]]  # more than one block
+    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+    server.sample(prompt)
+    hits = server.http.metric("prefix_cache_hits_total")
+    server.sample(prompt)
+    assert server.http.metric("prefix_cache_hits_total") > hits
+    model = other_model(path, server.config, 5)
+    server.update(model, publisher)
+    assert differences(model, server.sample(prompt), prompt).max() < 1e-3
+
+
+def test_a_damaged_version_changes_nothing(server: Server, path: Path, tmp_path: Path) -> None:
+    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+    good = other_model(path, server.config, 6)
+    server.update(good, publisher)
+    file = Path(publisher.publish(99, hf_tensors(other_model(path, server.config, 7)))["path"]) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    info = {"type": "filesystem", "path": str(file.parent), "version": 99}
+    with pytest.raises(EngineError, match=r"update_weights: 500: .*is damaged"):
+        server.with_pool(lambda pool: pool.update_weights(99, info))
+    assert server.http.get("/weight_info").body == {"weight_version": str(server.published)}
+    server.http.post("/resume")
+    assert differences(good, server.sample()).max() < 1e-3
+    server.http.post("/init_weight_transfer_engine", {"init_info": {"verify_checksum": False}})
+    server.with_pool(lambda pool: pool.update_weights(99, info))
+    server.http.post("/init_weight_transfer_engine", {"init_info": {"verify_checksum": True}})
+    server.published = 99
+    assert differences(good, server.sample()).max() > 0.1
+
+
+def test_weights_of_another_model_are_refused(server: Server, path: Path, tmp_path: Path) -> None:
+    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+    model = other_model(path, server.config, 8)
+    some = [(name, tensor) for name, tensor in hf_tensors(model) if "layers.0.self_attn" not in name]
+    info = publisher.publish(100, some)
+    with pytest.raises(EngineError, match=r"finish_weight_update: 500: .*got no new weights"):
+        server.with_pool(lambda pool: pool.update_weights(100, info))
+
+
+# --- the process tree -------------------------------------------------------------------------------------------------
+
+
+def test_killing_the_root_leaves_no_process(server: Server) -> None:
+    """vLLM's engine core outlives a parent that is killed; the run's reaper does not let it."""
+    family = [server.process, *server.process.children(recursive=True)]
+    names = " ".join(" ".join(process.cmdline()) for process in family)
+    assert "EngineCore" in names, names
+    assert "prl.runtime.child" in names, names
+    server.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, [process.cmdline() for process in alive]
+
+
+def test_an_argument_that_vllm_does_not_have_is_the_users_to_mend(config: RunConfig, tmp_path: Path) -> None:
+    args = [*OVERRIDES, f"cache_dir={config.cache_dir}", "inference.vllm.no_such_argument=1"]
+    done = run(args, tmp_path, "prl.inference", timeout_s=120)
+    assert done.code == 2, done.output
+    assert "vLLM refuses its arguments: unrecognized arguments: --no-such-argument=1" in done.output
+
+
+@pytest.mark.timeout(600)
+def test_the_main_job_learns(tmp_path: Path) -> None:
+    args = [
+        f"cache_dir={tmp_path}/cache",
+        "inference=vllm",
+        "max_steps=12",
+        "eval.interval=12",
+        f"output_dir={tmp_path}/run",
+    ]
+    done = run(args, tmp_path, timeout_s=500)
+    assert done.code == 0, done.output
+    held_out = {
+        row["step"]: row["eval/reward"] for row in rows(tmp_path / "run", "orchestrator") if "eval/reward" in row
+    }
+    assert held_out[12] > held_out[0] + 0.1, held_out
+    first = next(row for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_max" in row)
+    assert first["mismatch_kl_max"] < 1e-6, "the engine did not sample from the trainer's weights"
+
+
+def test_a_synchronous_run_samples_from_each_version(tmp_path: Path) -> None:
+    """Without staleness every token must be the newest weights', to rounding."""
+    args = [*SMALL, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run", "inference=vllm", "max_steps=3"]
+    done = run([*args, "algo.max_off_policy_steps=0", "optim.lr=0.01", "eval.interval=0"], tmp_path, timeout_s=300)
+    assert done.code == 0, done.output
+    mismatch = [row["mismatch_kl_max"] for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_max" in row]
+    assert len(mismatch) == 3
+    assert max(mismatch) < 1e-6
