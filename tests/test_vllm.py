@@ -369,6 +369,7 @@ def test_the_main_job_learns(tmp_path: Path) -> None:
     args = [
         f"cache_dir={tmp_path}/cache",
         "inference=vllm",
+        "debug.num_threads=1",
         "max_steps=12",
         "eval.interval=12",
         f"output_dir={tmp_path}/run",
