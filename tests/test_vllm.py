@@ -22,6 +22,7 @@ import torch
 from inference_server import TOKEN, HttpClient
 from runs import SMALL, finish, rows, run, start
 from torch import Tensor
+from weight_updates import published
 
 from prl.config import compose
 from prl.config.schema import RunConfig, SamplingConfig, WeightTransportConfig
@@ -62,14 +63,14 @@ class Server:
     run_dir: Path
     config: RunConfig
     http: HttpClient
-    published: int = 0
+    version: int = 0
 
     def with_pool(self, work: Callable[[EnginePool], Awaitable[T]]) -> T:
         """Work with the orchestrator's own client."""
 
         async def scenario() -> T:
             pool = EnginePool([f"http://127.0.0.1:{self.http.port}"], self.config.inference, "another")
-            pool.version = self.published
+            pool.version = self.version
             try:
                 return await work(pool)
             finally:
@@ -79,15 +80,15 @@ class Server:
 
     def sample(self, prompt: list[int] = PROMPT, max_tokens: int = 24, salt: str | None = None,
                sampling: SamplingConfig = PLAIN) -> Generation:  # fmt: skip
-        salt = f"train-{self.published}" if salt is None else salt
+        salt = f"train-{self.version}" if salt is None else salt
         return self.with_pool(lambda pool: pool.generate(prompt, max_tokens, 3, salt, sampling, "r"))
 
     def update(self, model: Qwen3Model, publisher: Publisher) -> None:
         """A whole update, as trainer and orchestrator make it."""
-        info = publisher.publish(self.published + 1, hf_tensors(model))
-        self.with_pool(lambda pool: pool.update_weights(self.published + 1, info))
+        info = published(publisher, self.version + 1, hf_tensors(model))
+        self.with_pool(lambda pool: pool.update_weights(self.version + 1, info))
         publisher.acknowledge()
-        self.published += 1
+        self.version += 1
 
 
 @pytest.fixture(scope="module")
@@ -261,9 +262,9 @@ def test_each_update_changes_every_weight(server: Server, path: Path, tmp_path: 
         assert differences(model, before).max() > 0.1
         server.update(model, publisher)
         before = server.sample()
-        assert before.versions == [server.published] * 24
+        assert before.versions == [server.version] * 24
         assert differences(model, before).max() < 1e-3
-        assert server.http.get("/weight_info").body == {"weight_version": str(server.published)}
+        assert server.http.get("/weight_info").body == {"weight_version": str(server.version)}
 
 
 def test_running_requests_go_on_and_say_which_weights_made_each_token(
@@ -272,8 +273,8 @@ def test_running_requests_go_on_and_say_which_weights_made_each_token(
     old, new = (other_model(path, server.config, seed) for seed in (3, 4))
     publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
     server.update(old, publisher)
-    first = server.published
-    info = publisher.publish(first + 1, hf_tensors(new))
+    first = server.version
+    info = published(publisher, first + 1, hf_tensors(new))
     preempted, generated = (server.http.metric(f"{name}_total") for name in ("num_preemptions", "generation_tokens"))
 
     async def scenario(pool: EnginePool) -> list[Generation]:
@@ -286,7 +287,7 @@ def test_running_requests_go_on_and_say_which_weights_made_each_token(
         return list(await asyncio.gather(*jobs))
 
     generations = server.with_pool(scenario)
-    server.published += 1
+    server.version += 1
     crossing = [g for g in generations if len(set(g.versions)) == 2]
     assert crossing, [g.versions for g in generations]
     for generation in crossing:
@@ -317,20 +318,20 @@ def test_a_damaged_version_changes_nothing(server: Server, path: Path, tmp_path:
     publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
     good = other_model(path, server.config, 6)
     server.update(good, publisher)
-    file = Path(publisher.publish(99, hf_tensors(other_model(path, server.config, 7)))["path"]) / "model.safetensors"
+    file = Path(published(publisher, 99, hf_tensors(other_model(path, server.config, 7)))["path"]) / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
     info = {"type": "filesystem", "path": str(file.parent), "version": 99}
     with pytest.raises(EngineError, match=r"update_weights: 500: .*is damaged"):
         server.with_pool(lambda pool: pool.update_weights(99, info))
-    assert server.http.get("/weight_info").body == {"weight_version": str(server.published)}
+    assert server.http.get("/weight_info").body == {"weight_version": str(server.version)}
     server.http.post("/resume")
     assert differences(good, server.sample()).max() < 1e-3
     server.http.post("/init_weight_transfer_engine", {"init_info": {"verify_checksum": False}})
     server.with_pool(lambda pool: pool.update_weights(99, info))
     server.http.post("/init_weight_transfer_engine", {"init_info": {"verify_checksum": True}})
-    server.published = 99
+    server.version = 99
     assert differences(good, server.sample()).max() > 0.1
 
 
@@ -338,7 +339,7 @@ def test_weights_of_another_model_are_refused(server: Server, path: Path, tmp_pa
     publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
     model = other_model(path, server.config, 8)
     some = [(name, tensor) for name, tensor in hf_tensors(model) if "layers.0.self_attn" not in name]
-    info = publisher.publish(100, some)
+    info = published(publisher, 100, some)
     with pytest.raises(EngineError, match=r"finish_weight_update: 500: .*got no new weights"):
         server.with_pool(lambda pool: pool.update_weights(100, info))
 

