@@ -15,6 +15,7 @@ from prl.inference.vllm import launch, versions
 from prl.inference.vllm.arguments import kv_cache_bytes, server_arguments, to_argv
 from prl.planning.run_plan import make_plan
 
+ROOT = Path(__file__).parent.parent
 VLLM = "inference=vllm"
 
 
@@ -29,7 +30,7 @@ VLLM = "inference=vllm"
         ([VLLM, "inference.dp=2", "deployment.num_infer_gpus=3"], "deployment.num_infer_gpus=4"),
         (["inference.tp=2", "deployment.num_infer_gpus=2"], "inference=vllm, or inference.tp=1"),
         (["inference.vllm.block_size=32"], "inference=vllm, or inference.vllm={}"),
-        ([VLLM, "deployment=colocated"], "deployment=disaggregated, or inference=torch"),
+        (["inference.sleep_level=0"], "inference.sleep_level=1, or inference=vllm"),
         ([VLLM, "inference.return_routed_experts=true"], "inference.return_routed_experts=false"),
         ([VLLM, "debug.deterministic=true"], "debug.deterministic=false"),
     ],
@@ -39,6 +40,19 @@ def test_what_cannot_be_is_refused_with_what_to_do(overrides: list[str], message
         compose(overrides)
     assert message in caught.value.render()
     assert len(caught.value.violations) == 1
+
+
+def test_an_engine_that_shares_its_gpu_sleeps_and_takes_half_of_it() -> None:
+    def arguments(*overrides: str, on_cpu: bool = False) -> dict[str, object]:
+        return server_arguments(compose([VLLM, *overrides]), Path("model"), on_cpu)
+
+    shared = arguments("deployment=colocated")
+    assert (shared["enable_sleep_mode"], shared["gpu_memory_utilization"]) == (True, 0.5)
+    assert arguments("deployment=colocated", "inference.sleep_level=0")["enable_sleep_mode"] is False
+    given = arguments("deployment=colocated", "inference.vllm.gpu_memory_utilization=0.3")
+    assert given["gpu_memory_utilization"] == 0.3
+    assert "enable_sleep_mode" not in arguments("deployment=disaggregated")
+    assert "enable_sleep_mode" not in arguments("deployment=colocated", on_cpu=True), "CPUs have no such mode"
 
 
 def test_engines_take_tp_times_dp_devices() -> None:
@@ -109,6 +123,23 @@ def test_an_installation_from_before_the_plugin_is_a_user_error(monkeypatch) -> 
     monkeypatch.setattr(launch, "entry_points", lambda **which: [])
     with pytest.raises(UserError, match="weight transfer"):
         launch.require_vllm()
+
+
+def test_an_old_vllm_does_not_sleep_at_level_2(monkeypatch) -> None:
+    config = compose([VLLM, "deployment=colocated", "inference.sleep_level=2"])
+    monkeypatch.setattr(versions, "version", lambda name: "0.23.0")
+    with pytest.raises(UserError, match="sleep_level=1"):
+        launch.refuse_unsafe_sleep(config)
+    monkeypatch.setattr(versions, "version", lambda name: "0.32.0")
+    launch.refuse_unsafe_sleep(config)
+
+
+@pytest.mark.parametrize(("installed", "expected"), [("0.23.0", "transfer_023"), ("0.32.0", "transfer")])
+def test_each_vllm_has_its_transfer_engine(monkeypatch, installed: str, expected: str) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: installed)
+    module, name = versions.transfer_engine()
+    assert module.endswith(f".{expected}")
+    assert f"class {name}(" in (ROOT / f"prl/inference/vllm/{expected}.py").read_text()
 
 
 def test_a_vllm_that_does_not_import_is_a_user_error(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator import engines
-from prl.orchestrator.engines import EngineError, EnginePool
+from prl.orchestrator.engines import PAUSE, EngineError, EnginePool
 from prl.orchestrator.lockstep import Lockstep
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(256,))
@@ -23,6 +23,7 @@ class FakeEngine:
 
     def __init__(self):
         self.log, self.bodies, self.held, self.running = [], [], [], 0
+        self.asked = []  # control routes with their queries
         self.go = asyncio.Event()
         self.go.set()
         self.choice = {}  # overrides of the answer
@@ -78,6 +79,7 @@ class FakeEngine:
     async def control(self, request):
         route = request.match_info["route"]
         self.log.append(route)
+        self.asked.append(route + (f"?{request.query_string}" if request.query_string else ""))
         if route == "pause":
             self.go.clear()
         if route == "resume":
@@ -354,3 +356,27 @@ def test_an_engine_that_goes_away_fails_all_that_wait():
             assert lockstep.live == 0
 
     asyncio.run(scenario())
+
+
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
+PAUSED = PAUSE.removeprefix("/")
+
+
+@pytest.mark.parametrize(
+    ("level", "asleep", "expected"),
+    [
+        (1, False, [PAUSED, *UPDATE, "resume"]),
+        (1, True, ["wake_up", PAUSED, *UPDATE, "resume"]),
+        (2, True, ["wake_up?tags=weights", PAUSED, *UPDATE, "wake_up?tags=kv_cache", "resume"]),
+    ],
+    ids=["awake", "level 1", "level 2"],
+)
+def test_who_slept_without_weights_has_new_ones_before_it_may_generate(level, asleep, expected):
+    async def update():
+        async with pool_of(2, sleep_level=level) as (pool, engines):
+            await pool.sleep()
+            await pool.update_weights(3, {"type": "filesystem"}, asleep=asleep)
+            return [engine.asked for engine in engines]
+
+    for asked in asyncio.run(update()):
+        assert asked == [f"sleep?level={level}&mode=keep", *expected]

@@ -27,11 +27,8 @@ def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
 
 def _not_with_vllm(config: RunConfig) -> Iterator[NotAvailableError]:
     """What the built-in engine does and vLLM, as it is used here, does not."""
-    deployment, bench, model = config.deployment, config.bench, config.model
+    bench, model = config.bench, config.model
     for wished, what, where, fix in (
-        (deployment.type == "colocated", "Taking turns with the trainer, for vLLM,", "deployment.type=colocated",
-         "deployment=disaggregated, or inference=torch"),
-        (deployment.type == "multi_node", "vLLM on several nodes", "deployment.type=multi_node", "inference=torch"),
         (config.inference.return_routed_experts, "Returning routed experts from vLLM",
          "inference.return_routed_experts=true", "inference.return_routed_experts=false, or inference=torch"),
         (config.debug.deterministic, "Determinism to the bit, with vLLM,", "debug.deterministic=true",

@@ -205,6 +205,8 @@ class InferenceConfig(Group):
     tp: Positive = 1  # vllm: devices over which one copy of the model is split
     dp: Positive = 1  # vllm: copies within one engine
     vllm: dict[str, Any] = {}  # any argument of `vllm serve`, by its name with underscores
+    # colocated, while the trainer works: 1: KV freed, weights to the host; 2: both dropped; 0: vLLM keeps its memory
+    sleep_level: Literal[0, 1, 2] = 1
     request_timeout_s: PositiveFloat = 300.0
     sampling: SamplingConfig = SamplingConfig()
 

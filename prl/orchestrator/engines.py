@@ -35,6 +35,7 @@ class EnginePool:
             timeout=aiohttp.ClientTimeout(total=config.request_timeout_s),
         )
         self.in_flight = [0] * len(urls)
+        self.sleep_level = config.sleep_level
         self.version = 0  # that all replicas are known to serve
 
     async def close(self) -> None:
@@ -103,13 +104,25 @@ class EnginePool:
         """Once, before the first update."""
         await self.everywhere("/init_weight_transfer_engine", {"init_info": init_info})
 
-    async def update_weights(self, version: int, update_info: dict[str, Any]) -> None:
-        """Swap weights between two decoding steps; running requests keep their KV and go on."""
+    async def sleep(self) -> None:
+        """Hand memory over to the trainer; running requests go on after the next update."""
+        await self.everywhere(f"/sleep?level={self.sleep_level}&mode=keep")
+
+    async def update_weights(self, version: int, update_info: dict[str, Any], asleep: bool = False) -> None:
+        """Swap weights between two decoding steps; running requests keep their KV and go on.
+
+        Engines that are asleep wake up; after level 2, which leaves no weights, nothing is generated before new ones.
+        """
+        partly = asleep and self.sleep_level == 2
+        if asleep:
+            await self.everywhere("/wake_up?tags=weights" if partly else "/wake_up")
         await self.everywhere(PAUSE)
         await self.everywhere("/start_weight_update", {})  # 0.23 wants a body
         await self.everywhere("/update_weights", {"update_info": update_info})
         await self.everywhere("/finish_weight_update", {"weight_version": str(version)})
         self.version = version
+        if partly:
+            await self.everywhere("/wake_up?tags=kv_cache")
         await self.everywhere("/resume")
 
     async def queued(self, replica: int) -> int:

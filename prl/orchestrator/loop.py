@@ -159,7 +159,7 @@ class Orchestrator:
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
             if self.colocated:
                 async with self.engine_lock:  # an evaluation may still be using them
-                    await self.engines.everywhere("/sleep?level=1&mode=keep")
+                    await self.engines.sleep()
             async with self.step_ready:
                 self.snapshots[step] = self.producer.state()
                 self.batches[step] = batches
@@ -229,9 +229,7 @@ class Orchestrator:
         """Swap the weights everywhere, evaluate if it is time, let the rollouts of this version begin."""
         await self.prepared.wait()  # the trainer may be up first
         async with self.engine_lock:
-            if self.colocated and self.served >= 0:
-                await self.engines.everywhere("/wake_up")
-            await self.engines.update_weights(version, update_info)
+            await self.engines.update_weights(version, update_info, asleep=self.colocated and self.served >= 0)
             self.runner.version = version
             async with self.version_changed:
                 self.served = version

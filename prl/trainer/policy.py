@@ -148,6 +148,14 @@ def seed_everything(seed: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def device_memory_bytes(device: torch.device) -> dict[str, int]:
+    """What all processes together hold of a GPU before a step: colocated, what sleeping engines have not given back."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"device_memory_bytes": total - free}
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak bytes allocated on a GPU since the last reset; on CPU the peak resident set of the process."""
     if device.type == "cuda":

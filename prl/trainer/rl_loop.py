@@ -16,7 +16,7 @@ from prl.runtime.child import ChildContext
 from prl.trainer.batches import BatchClient
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.export import export_policy
-from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
+from prl.trainer.policy import Policy, device_memory_bytes, peak_memory_bytes, seed_everything
 from prl.trainer.publishing import publisher_of
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
@@ -58,13 +58,14 @@ class RLTrainer:
             if batch.meta["stop"]:
                 break
             waited = time.perf_counter() - started
+            used = device_memory_bytes(self.world.device)
             row = self.train_step(batch)
             step += 1
             publish_s = self.publish(step)
             self.finish_checkpoint(wait=False)
             if batch.meta["checkpoint"]:
                 self.start_checkpoint(step)
-            self.log(step, row, waited, publish_s, time.perf_counter() - started)
+            self.log(step, row | used, waited, publish_s, time.perf_counter() - started)
         self.end(step)
 
     # --- one step -----------------------------------------------------------------------------------------------------

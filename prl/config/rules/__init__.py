@@ -17,6 +17,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     rl.there_is_an_engine,
     rl.open_servers_have_a_key,
     vllm.vllm_keys_take_effect,
+    vllm.sleeping_fits_the_engine,
     vllm.vllm_arguments_are_free,
     vllm.engines_fill_their_devices,
 )

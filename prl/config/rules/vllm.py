@@ -46,6 +46,15 @@ def vllm_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
             )
 
 
+def sleeping_fits_the_engine(config: RunConfig) -> Iterator[UserError]:
+    if config.inference.sleep_level == 0 and config.inference.engine != "vllm":
+        yield UserError(
+            "The built-in engine hands its memory over when it sleeps.",
+            where="inference.sleep_level=0, inference.engine=torch",
+            fix="inference.sleep_level=1, or inference=vllm",
+        )
+
+
 def vllm_arguments_are_free(config: RunConfig) -> Iterator[UserError]:
     for name in config.inference.vllm:
         if name in OWN_KEYS:

@@ -11,6 +11,7 @@ from prl.inference.vllm.plugin import BACKEND
 from prl.inference.vllm.versions import is_old
 
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPUs
+COLOCATED_MEMORY = 0.5  # of the GPU, for an engine that shares it with a trainer; inference.vllm may say otherwise
 MAX_PREFILL_TOKENS = 8192  # per step, as in the built-in engine
 
 
@@ -39,6 +40,8 @@ def server_arguments(config: RunConfig, model_path: Path, on_cpu: bool) -> dict[
         arguments["enable_scale_out"] = True  # /inference/v1/generate, which 0.23 always serves
     if model.tokenizer not in (None, "byte"):
         arguments["tokenizer"] = model.tokenizer
+    if config.deployment.type == "colocated" and not on_cpu:
+        arguments |= {"enable_sleep_mode": inference.sleep_level > 0, "gpu_memory_utilization": COLOCATED_MEMORY}
     return arguments | (cpu_arguments(config) if on_cpu else {}) | inference.vllm
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm.plugin import BACKEND
-from prl.inference.vllm.versions import SUPPORTED, installed_version
+from prl.inference.vllm.versions import SUPPORTED, installed_version, is_old
 from prl.runtime.child import ChildContext
 
 INSTALL = (
@@ -21,6 +21,7 @@ INSTALL = (
 def launch(ctx: ChildContext) -> None:
     """Serve until asked to stop. Raises UserError when vLLM is not there or does not fit."""
     require_vllm()
+    refuse_unsafe_sleep(ctx.plan.config)
     set_environment(ctx.plan.config)
     try:
         server = importlib.import_module("prl.inference.vllm.server")
@@ -53,6 +54,17 @@ def require_vllm() -> None:
             where="inference.engine=vllm, entry point prl of vllm.general_plugins",
             why="this package was installed before it had that entry point",
             fix="pip install --no-deps -e .",
+        )
+
+
+def refuse_unsafe_sleep(config: RunConfig) -> None:
+    """Raises UserError for the one level that vLLM 0.23 cannot be woken from in two steps."""
+    if is_old() and config.deployment.type == "colocated" and config.inference.sleep_level == 2:
+        raise UserError(
+            f"vLLM {installed_version()} cannot sleep at level 2 here.",
+            where="inference.sleep_level=2",
+            why="it would generate as soon as its weights are awake, and these are undefined until the next update",
+            fix="inference.sleep_level=1, or vLLM 0.32",
         )
 
 
