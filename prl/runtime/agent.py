@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
-from prl.runtime.job_nodes import BY_HAND, KEY, Meeting, announce, job_key, node_of_this_process
+from prl.runtime.job_nodes import BY_HAND, KEY, Meeting, announce, host_name, job_key, node_of_this_process
 from prl.runtime.ledger import record_failure
 from prl.runtime.node_agent import serve_node
 from prl.runtime.signals import StopSignals
@@ -86,7 +85,7 @@ def run_attempt(path: Path) -> int:
         {
             "attempt": number,
             "job": _job_name(),
-            "node": node_name(),
+            "node": host_name(),
             "started": time.time(),
         },
     )
@@ -125,7 +124,7 @@ def conclude(
     if kind is not None and plan.config.sweep is not None:
         message = error.render() if error is not None else failure.get("message", f"exit code {code}")
         record_failure(
-            path, attempt=number, kind=kind, message=message, node=node_name(), job=_job_name(), requeued=again
+            path, attempt=number, kind=kind, message=message, node=host_name(), job=_job_name(), requeued=again
         )
     if again:
         print(f"requeueing job {job}: {kind or 'told to stop before its time is over'}", flush=True)
@@ -226,10 +225,6 @@ def was_preempted(job: str | None) -> bool:
     asked = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
     found = re.search(r" PreemptTime=(\S+)", asked.stdout)
     return found is not None and found.group(1) not in ("None", "(null)")
-
-
-def node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME", platform.node())
 
 
 def _job_name() -> str | None:
