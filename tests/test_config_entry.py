@@ -92,6 +92,7 @@ def test_an_interrupted_point_ends_the_sweep(tmp_path: Path) -> None:
     assert len(points(done)) == 1
 
 
+@pytest.mark.timed
 def test_show_config_is_fast_and_loads_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv = ['rl', '--cfg', 'job', 'memory=tight']\n"

@@ -194,6 +194,7 @@ def test_tasks_of_two_nodes_know_which_they_are(tmp_path):
     assert sorted(output(tmp_path, job).splitlines()) == ["0 n0 0 2 n[0-1]", "1 n1 1 2 n[0-1]"]
 
 
+@pytest.mark.timed
 def test_a_dead_node_is_noticed_and_its_job_goes_on_when_it_is_back(slurm, tmp_path):
     victim, other = (sbatch(tmp_path, task(tmp_path), "--gres=gpu:8", f"--nodelist={n}") for n in ("n1", "n0"))
     for job in (victim, other):

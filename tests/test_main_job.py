@@ -17,6 +17,7 @@ from prl.models.checkpoint import load_model
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(400)
 def test_main_job_learns_within_four_minutes(tmp_path):
     cache = f"cache_dir={tmp_path}/cache"

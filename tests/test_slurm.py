@@ -137,6 +137,7 @@ def test_edits_after_submission_change_nothing(tmp_path):
     assert steps_of(points_of(tmp_path)[0]) == [1, 2, 3, 4]
 
 
+@pytest.mark.timed
 def test_many_points_are_submitted_fast_and_arrays_are_cut(tmp_path):
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")  # nothing is to start
     try:
