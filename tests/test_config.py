@@ -13,7 +13,11 @@ from prl.config.locate import conf_dir, config_groups
 from prl.config.point import point_label
 from prl.config.schema import RunConfig
 
-NEEDS = {"data=jsonl": ["sft.data.source=x.jsonl"], "data=hf": ["sft.data.source=owner/name"]}
+NEEDS = {
+    "data=jsonl": ["sft.data.source=x.jsonl"],
+    "data=hf": ["sft.data.source=owner/name"],
+    "weight_transport=ipc": ["deployment=colocated"],
+}
 CHOICES = [(group, choice) for group, choices in config_groups().items() for choice in choices]
 
 

@@ -121,6 +121,13 @@ RULES = {
     "overlong buffer": (["algo.length_rule=dapo_overlong"], "algo.overlong_buffer="),
     "greedy pass@k": (["eval.k=4", "eval.temperature=0"], "eval.temperature=1.0"),
     "dense experts": (["model=tiny_qwen3", "inference.return_routed_experts=true"], "return_routed_experts=false"),
+    "NCCL on one GPU": (["deployment=colocated", "weight_transport=nccl"], "weight_transport=ipc"),
+    "IPC between GPUs": (["weight_transport=ipc"], "weight_transport=nccl"),
+    "IPC without a trainer": (
+        ["deployment=colocated", "weight_transport=ipc", "deployment.num_infer_gpus=2"],
+        "weight_transport=shared_memory",
+    ),
+    "NCCL on CPUs": (["deployment.device=cpu", "weight_transport=nccl"], "weight_transport=filesystem"),
     "segments and nodes": (["deployment=multi_node", "weight_transport=shared_memory"], "weight_transport=filesystem"),
     "tokenizer": (["model.tokenizer=null"], "model.tokenizer=byte"),
     "head groups": (["model.card.num_key_value_heads=3"], "model.card.num_key_value_heads="),
