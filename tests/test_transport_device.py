@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing as mp
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -122,15 +123,15 @@ class Engines:
             queue.put(json.loads(json.dumps(info)))  # it travels as JSON
 
     def results(self) -> list[Any]:
-        return [queue.get(timeout=30) for queue in self.answers]
+        return [queue.get(timeout=60) for queue in self.answers]
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
 
 
-def publisher_for(count: int, timeout_s: float = 20.0, verify: bool = True) -> NcclPublisher:
-    options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "verify": verify}
+def publisher_for(count: int, timeout_s: float = 60.0, verify: bool = True, num_buckets: int = 2) -> NcclPublisher:
+    options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "num_buckets": num_buckets, "verify": verify}
     return NcclPublisher("127.0.0.1", count, CPU, torch.float32, **options)
 
 
@@ -142,8 +143,9 @@ def two_engines():
 
 
 @pytest.mark.slow
-def test_every_engine_gets_every_version(two_engines: Engines) -> None:
-    publisher = publisher_for(2)
+@pytest.mark.parametrize("num_buckets", [2, 50], ids=["streamed", "staged"])
+def test_every_engine_gets_every_version(two_engines: Engines, num_buckets: int) -> None:
+    publisher = publisher_for(2, num_buckets=num_buckets)
     for version in (1, 2, 3):
         sent = dict(tensors(version))
         publisher.publish(version, iter(sent.items()), two_engines.announce)
@@ -153,18 +155,58 @@ def test_every_engine_gets_every_version(two_engines: Engines) -> None:
             for name, tensor in sent.items():
                 wanted = tensor.float() if tensor.ndim > 1 else tensor
                 assert torch.equal(got[name], wanted)
+    publisher.acknowledge()
     assert not publisher.store.check(["bucket/3/1"]), "what was said of a bucket is forgotten"
 
 
 @pytest.mark.slow
+def test_a_version_that_fits_does_not_keep_the_trainer() -> None:
+    """The weights sent are those of the moment of publishing, whatever the trainer does to them meanwhile."""
+    engines, announced = Engines(1), []
+    publisher = publisher_for(1, num_buckets=50)
+    weights = torch.arange(1000.0)
+    publisher.publish(1, [("w", weights)], announced.append)
+    weights.zero_()
+    engines.announce(announced[0])  # only now
+    (got,) = engines.results()
+    assert torch.equal(got["w"], torch.arange(1000.0))
+    publisher.acknowledge()
+    engines.end()
+
+
+@pytest.mark.slow
+def test_a_version_that_does_not_fit_waits_for_its_engines() -> None:
+    engines, announced, asked = Engines(1), [], []
+
+    def stream():
+        for i in range(10):
+            asked.append(i)
+            yield f"w{i}", torch.full((256,), float(i))
+
+    publisher = publisher_for(1)  # two buckets, of one tensor each
+    thread = threading.Thread(target=lambda: publisher.publish(1, stream(), announced.append))
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive()
+    assert asked == [0, 1, 2]
+    engines.announce(announced[0])
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    (got,) = engines.results()
+    assert [got[f"w{i}"][0].item() for i in range(10)] == list(range(10))
+    engines.end()
+
+
+@pytest.mark.slow
 def test_an_engine_that_does_not_come_is_named(two_engines: Engines) -> None:
-    publisher = publisher_for(2, timeout_s=8.0)
+    publisher = publisher_for(2, timeout_s=60.0)
     publisher.publish(1, tensors(), two_engines.announce)
     two_engines.results()
     victim = two_engines.processes[0]
     victim.kill()
     victim.join()
-    with pytest.raises(TimeoutError, match=rf"version 2: not ready within 8 s: process {victim.pid} of \S+ on cpu"):
+    publisher.timeout_s = 1.0
+    with pytest.raises(TimeoutError, match=rf"version 2: not ready within 1 s: process {victim.pid} of \S+ on cpu"):
         publisher.publish(2, tensors(), two_engines.announce)
 
 
@@ -183,6 +225,7 @@ def test_damage_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def publish() -> None:
         with contextlib.suppress(RuntimeError, TimeoutError):  # its engine ends
             publisher.publish(1, tensors(), engines.announce)
+            publisher.acknowledge()
 
     threading.Thread(target=publish, daemon=True).start()
     (answer,) = engines.results()

@@ -25,9 +25,10 @@ def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
     if not world.is_main:
         return None
     if transport.type == "nccl":
-        return NcclPublisher(
-            address, count_receivers(ctx.plan), world.device, wire_dtype(ctx.plan), **device_options(ctx.plan)
-        )
+        receivers, dtype = count_receivers(ctx.plan), wire_dtype(ctx.plan)
+        buckets = transport.stage_mib // transport.bucket_mib
+        options = device_options(ctx.plan)
+        return NcclPublisher(address, receivers, world.device, dtype, num_buckets=buckets, **options)
     return make_publisher(transport, ctx.run_dir / "weights", ctx.token, address)
 
 

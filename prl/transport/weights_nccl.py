@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prl.transport.buckets import Announce, Assembler, checksum, fill, in_dtype, parts_of
+from prl.transport.buckets import Announce, Assembler, Part, checksum, fill, in_dtype, parts_of
 
 BUCKETS = 2  # one travels while the other is filled
 POLL_S = 0.005
@@ -51,8 +53,31 @@ def make_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
     return Group(store, group, rank, device)
 
 
+@dataclass
+class Bucket:
+    """A bucket and when the GPU is done with what was last done to it (None: on a CPU, at once)."""
+
+    data: Tensor
+    event: torch.cuda.Event | None = None
+
+    def mark(self) -> None:
+        if self.data.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def await_last_use(self) -> None:
+        """Make the current stream wait, not the caller."""
+        if self.event is not None:
+            self.event.wait()
+
+
 class NcclPublisher:
-    """The trainer's side, rank 0 of the group. `publish` returns when every engine has every byte."""
+    """The trainer's side, rank 0 of the group.
+
+    `publish` fills buckets, and a thread with a stream of its own sends them. A version that fits into the buckets
+    leaves the trainer free at once; of a larger one, filling waits for buckets that have been sent. What goes wrong in
+    the thread is raised by the next `publish` or `acknowledge`: TimeoutError naming the engines that did not come.
+    """
 
     def __init__(
         self,
@@ -63,6 +88,7 @@ class NcclPublisher:
         *,
         timeout_s: float,
         bucket_bytes: int,
+        num_buckets: int,
         verify: bool,
     ) -> None:
         """`num_receivers`: processes of all engines that hold weights; `dtype`: in which matrices travel."""
@@ -72,10 +98,15 @@ class NcclPublisher:
             address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         self.group: Group | None = None
-        self.buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(BUCKETS)]
+        self.free: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
+        self.num_left = max(BUCKETS, num_buckets)  # buckets that may still be made
+        self.sender = ThreadPoolExecutor(1, "weights")
+        self.sending: Future[None] | None = None
+        self.sent_headers: list[str] = []  # keys of the store, of the version sent last
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> None:
-        """Raises TimeoutError that names the engines that did not come."""
+        """Returns when every bucket is filled. The version before must have been sent, or this waits for it."""
+        self._await_sent()
         announce(
             {
                 "type": "nccl",
@@ -88,27 +119,56 @@ class NcclPublisher:
                 "checksums": self.verify,
             }
         )
+        filled: queue.SimpleQueue[tuple[list[Part], Bucket] | None] = queue.SimpleQueue()
+        self.sending = self.sender.submit(self._send, version, filled)
+        for parts, pieces in parts_of(in_dtype(tensors, self.dtype), self.bucket_bytes):
+            bucket = self._take_bucket()
+            bucket.await_last_use()
+            fill(bucket.data, parts, pieces)
+            bucket.mark()
+            filled.put((parts, bucket))
+        filled.put(None)
+
+    def _take_bucket(self) -> Bucket:
+        """A free one, a new one, or the next that has been sent."""
+        if self.free.empty() and self.num_left:
+            self.num_left -= 1
+            return Bucket(torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self.device))
+        while True:
+            try:
+                return self.free.get(timeout=POLL_S)
+            except queue.Empty:
+                if self.sending is not None and self.sending.done():
+                    self.sending.result()  # raises what ended it
+
+    def _send(self, version: int, filled: queue.SimpleQueue[tuple[list[Part], Bucket] | None]) -> None:
+        """In the thread: everything of one version, until every engine has it."""
         self._await("ready", version)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            stream = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(stream):
+                self._send_buckets(version, filled)
+                stream.synchronize()
+        else:
+            self._send_buckets(version, filled)
+        self._await("received", version)
+
+    def _send_buckets(self, version: int, filled: queue.SimpleQueue[tuple[list[Part], Bucket] | None]) -> None:
         if self.group is None:
             self.group = make_group(self.store, 0, 1 + self.num_receivers, self.device, self.timeout_s)
-        works: list[Any] = [None] * BUCKETS
         number = 0
-        for number, (parts, pieces) in enumerate(parts_of(in_dtype(tensors, self.dtype), self.bucket_bytes), 1):
-            slot = number % BUCKETS
-            bucket = self.buckets[slot]
-            if works[slot] is not None:
-                works[slot].wait()
-            fill(bucket, parts, pieces)
-            header = {"parts": parts, "checksum": checksum(bucket) if self.verify else None}
+        while (item := filled.get()) is not None:
+            number += 1
+            parts, bucket = item
+            bucket.await_last_use()
+            header = {"parts": parts, "checksum": checksum(bucket.data) if self.verify else None}
             self.store.set(f"bucket/{version}/{number}", json.dumps(header))
-            works[slot] = self.group.broadcast(bucket)
+            self.group.broadcast(bucket.data).wait()
+            bucket.mark()
+            self.free.put(bucket)
         self.store.set(f"bucket/{version}/{number + 1}", json.dumps({"end": True}))
-        for work in works:
-            if work is not None:
-                work.wait()
-        self._await("received", version)
-        for done in range(1, number + 2):
-            self.store.delete_key(f"bucket/{version}/{done}")
+        self.sent_headers = [f"bucket/{version}/{done}" for done in range(1, number + 2)]
 
     def _await(self, what: str, version: int) -> None:
         deadline = time.monotonic() + self.timeout_s
@@ -124,8 +184,16 @@ class NcclPublisher:
         key = f"name/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else f"engine process {rank}, which never joined"
 
+    def _await_sent(self) -> None:
+        if self.sending is not None:
+            self.sending.result()
+            self.sending = None
+            for key in self.sent_headers:
+                self.store.delete_key(key)
+
     def acknowledge(self) -> None:
-        """Nothing is kept."""
+        """Every engine serves the version. Raises what went wrong in sending it."""
+        self._await_sent()
 
 
 _joined: dict[tuple[str, int], Group] = {}  # of this process, by the trainer's address
