@@ -17,6 +17,7 @@ from prl.planning.run_plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 VLLM = "inference=vllm"
+ROUTING = ["inference.return_routed_experts=true"]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,9 @@ VLLM = "inference=vllm"
         (["inference.tp=2", "deployment.num_infer_gpus=2"], "inference=vllm, or inference.tp=1"),
         (["inference.vllm.block_size=32"], "inference=vllm, or inference.vllm={}"),
         (["inference.sleep_level=0"], "inference.sleep_level=1, or inference=vllm"),
-        ([VLLM, "inference.return_routed_experts=true"], "inference.return_routed_experts=false"),
+        ([VLLM, *ROUTING, "inference.prefix_caching=false"], "inference.prefix_caching=true, or inference=torch"),
+        ([VLLM, *ROUTING, "model=tiny_qwen3"], "inference.return_routed_experts=false"),
+        ([VLLM, "inference.vllm.enable_return_routed_experts=true"], "set inference.return_routed_experts"),
         ([VLLM, "debug.deterministic=true"], "debug.deterministic=false"),
     ],
 )
@@ -73,10 +76,14 @@ def test_any_argument_goes_through_and_the_last_word_is_the_users() -> None:
 
 
 @pytest.mark.parametrize("job", ["rl", "inference"])
-@pytest.mark.parametrize("key", ["max_num_seqs", "max_model_len", "dtype", "prefix_caching", "tp", "dp"])
+@pytest.mark.parametrize(
+    "key", ["max_num_seqs", "max_model_len", "dtype", "prefix_caching", "return_routed_experts", "tp", "dp"]
+)
 def test_every_key_of_ours_reaches_vllm(key: str, job: str) -> None:
-    names = {"prefix_caching": "enable_prefix_caching", "tp": "tensor_parallel_size", "dp": "data_parallel_size"}
-    values = {"max_num_seqs": 7, "max_model_len": 99, "dtype": "bfloat16", "prefix_caching": False, "tp": 4, "dp": 4}
+    names = {"prefix_caching": "enable_prefix_caching", "tp": "tensor_parallel_size", "dp": "data_parallel_size",
+             "return_routed_experts": "enable_return_routed_experts"}  # fmt: skip
+    values = {"max_num_seqs": 7, "max_model_len": 99, "dtype": "bfloat16", "prefix_caching": False, "tp": 4, "dp": 4,
+              "return_routed_experts": True}  # fmt: skip
     config = compose([VLLM, f"inference.{key}={values[key]}", "deployment.num_infer_gpus=4"], config_name=job)
     assert server_arguments(config, Path("/model"), on_cpu=False)[names.get(key, key)] == values[key]
 

@@ -103,6 +103,12 @@ def generate(pool, request_id="r", replica=None, prompt=(1, 2, 9)):
     return pool.generate(list(prompt), 7, 11, "train-3", SAMPLING, request_id, replica)
 
 
+def encoded(routed):
+    file = io.BytesIO()
+    np.save(file, routed)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 # --- requests and answers ---------------------------------------------------------------------------------------------
 
 
@@ -126,13 +132,11 @@ def test_a_request_carries_everything_that_fixes_its_sample():
 
 def test_versions_change_within_an_answer_and_routing_is_decoded():
     routed = np.arange(2 * 4, dtype=np.uint8).reshape(4, 2, 1)
-    file = io.BytesIO()
-    np.save(file, routed)
 
     async def scenario():
         async with pool_of() as (pool, (engine,)):
             engine.choice = {
-                "routed_experts": base64.b64encode(file.getvalue()).decode(),
+                "routed_experts": encoded(routed),
                 "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
                 "finish_reason": "length",
             }
@@ -141,6 +145,25 @@ def test_versions_change_within_an_answer_and_routing_is_decoded():
     result = asyncio.run(scenario())
     assert result.versions == [3, 4]
     np.testing.assert_array_equal(result.routed_experts, routed)
+
+
+@pytest.mark.parametrize(("rows", "found"), [(None, "no"), (3, "3 rows of"), (5, "5 rows of")])
+def test_routing_that_does_not_fit_the_tokens_is_an_error(rows, found):
+    """Three prompt tokens and two sampled: four were forwarded."""
+
+    async def scenario():
+        async with pool_of(return_routed_experts=True) as (pool, (engine,)):
+            engine.choice = {"routed_experts": None if rows is None else encoded(np.zeros((rows, 2, 1), np.uint8))}
+            with pytest.raises(EngineError, match=f"returned {found} routed experts for 4 forwarded tokens"):
+                await generate(pool)
+            engine.choice = {"routed_experts": encoded(np.zeros((4, 2, 1), np.uint8))}
+            fitting = await generate(pool)
+            engine.choice = {"token_ids": [], "logprobs": None, "routed_experts": None, "finish_reason": "abort"}
+            return fitting, await generate(pool)
+
+    fitting, aborted = asyncio.run(scenario())
+    assert fitting.routed_experts.shape == (4, 2, 1)
+    assert aborted.routed_experts is None
 
 
 def test_tokens_without_a_label_count_as_old_as_they_can_be():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import signal
 import socket
 import time
@@ -363,6 +364,26 @@ def test_an_argument_that_vllm_does_not_have_is_the_users_to_mend(config: RunCon
     done = run(args, tmp_path, "prl.inference", timeout_s=120)
     assert done.code == 2, done.output
     assert "vLLM refuses its arguments: unrecognized arguments: --no-such-argument=1" in done.output
+
+
+def test_routed_experts_are_refused_where_nothing_records_them(config: RunConfig, tmp_path: Path) -> None:
+    """On CPUs vLLM's Model Runner V2 wants a Triton that the package index does not have."""
+    args = [*OVERRIDES, f"cache_dir={config.cache_dir}", "inference.return_routed_experts=true"]
+    done = run(args, tmp_path, "prl.inference", timeout_s=120)
+    assert done.code == 2, done.output
+    assert "vLLM cannot return routed experts on this CPU." in done.output
+    assert "inference=torch" in done.output
+
+
+def test_the_experts_that_vllm_chooses_replay_in_the_trainer(config: RunConfig, tmp_path: Path) -> None:
+    """Layers, rows and numbers of experts mean the same: in float32 both choose alike, but for a tie now and then."""
+    args = ["inference=vllm", f"cache_dir={config.cache_dir}", "debug.num_threads=1"]
+    done = run(args, tmp_path, "prl.bench.router_replay", timeout_s=300)
+    assert done.code == 0, done.output
+    measured = dict(re.findall(r"^ *([a-zA-Z, ]+?)  ([-+.e0-9]+|nan)$", done.output, re.MULTILINE))
+    assert float(measured["tokens"]) == 256 * 24
+    assert float(measured["rerouted"]) < 1e-3
+    assert float(measured["largest KL with"]) < 1e-6
 
 
 @pytest.mark.timeout(600)

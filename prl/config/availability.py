@@ -29,8 +29,6 @@ def _not_with_vllm(config: RunConfig) -> Iterator[NotAvailableError]:
     """What the built-in engine does and vLLM, as it is used here, does not."""
     bench, model = config.bench, config.model
     for wished, what, where, fix in (
-        (config.inference.return_routed_experts, "Returning routed experts from vLLM",
-         "inference.return_routed_experts=true", "inference.return_routed_experts=false, or inference=torch"),
         (config.debug.deterministic, "Determinism to the bit, with vLLM,", "debug.deterministic=true",
          "debug.deterministic=false, or inference=torch"),
         (model.card.family == "other" and model.path is None, "A random checkpoint of another family",

@@ -93,7 +93,10 @@ class EnginePool:
             reply = await self._post(self.urls[index], "/inference/v1/generate", body)
         finally:
             self.in_flight[index] -= 1
-        return _parse_choice(reply["choices"][0], known)
+        generation = _parse_choice(reply["choices"][0], known)
+        if self.config.return_routed_experts:
+            _check_routing(generation, len(prompt_ids))
+        return generation
 
     # --- control, always on all replicas ------------------------------------------------------------------------------
 
@@ -163,3 +166,17 @@ def _parse_choice(choice: dict[str, Any], known: int) -> Generation:
         finish_reason=choice["finish_reason"] or "stop",
         routed_experts=None if routed is None else np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False),
     )
+
+
+def _check_routing(generation: Generation, num_prompt: int) -> None:
+    """Raises EngineError unless every token but the last, which was never forwarded, has a row of experts.
+
+    A row too few would replay each choice on the wrong token, and no routing at all would silently be no replay.
+    """
+    if not generation.token_ids:  # aborted before its first token
+        return
+    expected = num_prompt + len(generation.token_ids) - 1
+    routed = generation.routed_experts
+    found = "no" if routed is None else f"{len(routed)} rows of"
+    if routed is None or len(routed) != expected:
+        raise EngineError(f"an engine returned {found} routed experts for {expected} forwarded tokens")

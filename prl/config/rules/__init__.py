@@ -18,6 +18,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     rl.open_servers_have_a_key,
     vllm.vllm_keys_take_effect,
     vllm.sleeping_fits_the_engine,
+    vllm.routed_experts_are_cached,
     vllm.vllm_arguments_are_free,
     vllm.engines_fill_their_devices,
 )

@@ -55,6 +55,17 @@ def sleeping_fits_the_engine(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def routed_experts_are_cached(config: RunConfig) -> Iterator[UserError]:
+    inference = config.inference
+    if inference.engine == "vllm" and inference.return_routed_experts and not inference.prefix_caching:
+        yield UserError(
+            "vLLM returns routed experts only with its prefix cache.",
+            where="inference.return_routed_experts=true, inference.prefix_caching=false",
+            why="it keeps them block by block under the keys of that cache",
+            fix="inference.prefix_caching=true, or inference=torch",
+        )
+
+
 def vllm_arguments_are_free(config: RunConfig) -> Iterator[UserError]:
     for name in config.inference.vllm:
         if name in OWN_KEYS:

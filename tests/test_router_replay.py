@@ -1,0 +1,73 @@
+"""Router replay on the same tokens: with the choices of the engine replayed, rounding alone is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import run
+from tiny import moe_card, random_model
+
+from prl.bench.router_replay import Sampled, report, score
+from prl.config.schema import InferenceConfig
+from prl.inference.engine import TorchEngine
+from prl.inference.sampling import SamplingParams
+from prl.inference.sequences import Request
+from prl.models.qwen3 import Qwen3Model
+
+
+def sampled_by(model: Qwen3Model) -> list[Sampled]:
+    config = InferenceConfig(max_num_seqs=16, max_model_len=128, return_routed_experts=True)
+    engine = TorchEngine(model, config, eos_token_ids=())
+    sequences = []
+    for i in range(24):
+        params = SamplingParams(seed=i, max_tokens=12 + i, ignore_eos=True)
+        sequences += engine.prepare(Request(str(i), list(range(i, 2 * i + 4)), params, arrival=i))
+    engine.submit(sequences)
+    while engine.busy:
+        engine.step()
+    return [Sampled(s.token_ids, s.num_prompt, s.logprobs, s.routed_experts()) for s in sequences]
+
+
+@pytest.fixture(scope="module")
+def bfloat16_model() -> Qwen3Model:
+    return random_model(moe_card(num_experts=16, num_hidden_layers=4)).to(torch.bfloat16).requires_grad_(False).eval()
+
+
+def test_float32_leaves_nothing_to_replay() -> None:
+    model = random_model(moe_card()).requires_grad_(False).eval()
+    result = report(model, sampled_by(model))
+    assert result["rerouted"] == 0
+    assert max(result["largest KL without"], result["largest KL with"]) < 1e-6
+
+
+def test_in_bfloat16_the_choices_of_the_engine_leave_less_mismatch(bfloat16_model: Qwen3Model) -> None:
+    result = report(bfloat16_model, sampled_by(bfloat16_model))
+    assert result["rerouted"] > 0.01
+    assert result["factor"] > 5
+    assert result["KL without, rerouted"] > result["KL without, others"]
+
+
+def test_choices_of_other_tokens_are_seen(bfloat16_model: Qwen3Model) -> None:
+    """One row off, as a misaligned engine would be."""
+    sampled = sampled_by(bfloat16_model)
+    right = report(bfloat16_model, sampled)["KL with"]
+    for s in sampled:
+        s.routed = np.roll(s.routed, 1, axis=0)
+    assert report(bfloat16_model, sampled)["KL with"] > 10 * right
+
+
+def test_replayed_experts_are_those_given(bfloat16_model: Qwen3Model) -> None:
+    sampled = sampled_by(bfloat16_model)
+    _, used = score(bfloat16_model, sampled, replay=True)
+    expected = np.concatenate([s.routed[s.num_prompt - 1 :] for s in sampled])
+    np.testing.assert_array_equal(used.numpy(), expected)
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_table(tmp_path: Path) -> None:
+    done = run([f"cache_dir={tmp_path}", "model.dtype=bfloat16"], tmp_path, "prl.bench.router_replay")
+    assert done.code == 0, done.output
+    assert "factor" in done.output
