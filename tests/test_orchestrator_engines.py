@@ -166,6 +166,18 @@ def test_routing_that_does_not_fit_the_tokens_is_an_error(rows, found):
     assert aborted.routed_experts is None
 
 
+def test_routing_that_was_never_recorded_is_an_error():
+    async def scenario():
+        async with pool_of(return_routed_experts=True) as (pool, (engine,)):
+            engine.choice = {"routed_experts": encoded(np.zeros((4, 3, 2), np.uint8))}
+            with pytest.raises(EngineError, match="do not record the routing"):
+                await generate(pool)
+            engine.choice = {"routed_experts": encoded(np.tile(np.array([0, 1], np.uint16), (4, 3, 1)))}
+            return await generate(pool)
+
+    assert asyncio.run(scenario()).routed_experts.shape == (4, 3, 2)
+
+
 def test_tokens_without_a_label_count_as_old_as_they_can_be():
     """Those of the version that was served when the request was sent, whatever came before the answer."""
 
