@@ -75,7 +75,7 @@ def refuse_too_large(points: list[Point]) -> None:
             f"{point.path.name} does not fit on a node.",
             where=f"deployment.gpus_per_node={point.config.deployment.gpus_per_node}",
             why=f"its roles take {point.plan.gpus_per_node} devices of one node",
-            fix="deployment=colocated, or less parallelism; deployment.gpus_per_node, if the nodes are larger",
+            fix="deployment=disaggregated takes further nodes; or less parallelism, or more deployment.gpus_per_node",
         )
         for point in points
         if point.config.deployment.device != "cpu" and point.plan.gpus_per_node > point.config.deployment.gpus_per_node

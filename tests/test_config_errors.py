@@ -107,7 +107,7 @@ RULES = {
         "memory_recipe.lora.rank=8",
     ),
     "too few GPUs": (
-        ["deployment.device=cuda", "parallelism.dp_shard=8", "deployment.num_train_gpus=8"],
+        ["deployment=colocated", "deployment.device=cuda", "parallelism.dp_shard=9", "deployment.num_train_gpus=9"],
         "gpus_per_node=9",
     ),
     "islands need nodes": (["deployment.nodes_per_fsdp_group=2"], "deployment.nodes_per_fsdp_group=null"),
@@ -128,6 +128,7 @@ RULES = {
         "weight_transport=shared_memory",
     ),
     "NCCL on CPUs": (["deployment.device=cpu", "weight_transport=nccl"], "weight_transport=filesystem"),
+    "segments and a second node": (["parallelism=ep8", "weight_transport=shared_memory"], "weight_transport=tcp"),
     "segments and nodes": (["deployment=multi_node", "weight_transport=shared_memory"], "weight_transport=filesystem"),
     "tokenizer": (["model.tokenizer=null"], "model.tokenizer=byte"),
     "head groups": (["model.card.num_key_value_heads=3"], "model.card.num_key_value_heads="),

@@ -62,7 +62,8 @@ def test_engines_take_tp_times_dp_devices() -> None:
     plan = make_plan(compose([VLLM, "inference.tp=2", "inference.dp=2", "deployment.num_infer_gpus=8"]))
     engines = [(role.rank, role.local_rank, role.world_size, role.devices) for role in plan.roles_of("inference")]
     assert engines == [(0, 0, 2, (0, 1, 2, 3)), (1, 1, 2, (4, 5, 6, 7))]
-    assert plan.roles_of("trainer")[0].devices == (8,)
+    trainer = plan.roles_of("trainer")[0]
+    assert (trainer.node, trainer.devices) == (1, (0,)), "a node has 8 GPUs"
 
 
 def test_any_argument_goes_through_and_the_last_word_is_the_users() -> None:

@@ -223,7 +223,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path, module):
 
 
 def test_what_fits_no_node_is_refused_before_anything_is_written(tmp_path):
-    big = ["parallelism.dp_shard=9,12", "sft.batch_size=36"]
+    big = ["deployment=colocated", "parallelism.dp_shard=9,12", "sft.batch_size=36"]
     done = run(tmp_path, "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "sweep=d", *big)
     assert done.returncode == 2
     assert done.stderr.count("does not fit on a node") == 2

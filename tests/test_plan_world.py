@@ -57,3 +57,20 @@ def test_multi_node_places_inference_nodes_first() -> None:
     assert [(r.node, r.devices) for r in plan.roles_of("inference")] == [(0, (0,)), (0, (1,))]
     assert [(r.node, r.local_rank) for r in plan.roles_of("trainer")] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert (plan.num_nodes, plan.gpus_per_node) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes"),
+    [
+        ({}, [(0, (0,)), *((1, (i,)) for i in range(8))]),
+        ({"device": "cpu"}, [(0, (i,)) for i in range(9)]),
+        ({"gpus_per_node": 9}, [(0, (i,)) for i in range(9)]),
+        ({"num_infer_gpus": 10}, [*((i // 8, (i % 8,)) for i in range(10)), *((2, (i,)) for i in range(8))]),
+    ],
+    ids=["one too many", "CPU slots", "large nodes", "engines on two"],
+)
+def test_what_one_nodes_gpus_cannot_hold_goes_on_to_the_next(overrides: dict, nodes: list) -> None:
+    plan = make_plan(config({"ep": 8, "dp_shard": 8}, {"type": "disaggregated", **overrides}))
+    placed = [*plan.roles_of("inference"), *plan.roles_of("trainer")]
+    assert [(role.node, role.devices) for role in placed] == nodes
+    assert plan.num_nodes == 1 + nodes[-1][0]

@@ -52,6 +52,23 @@ def requested_devices(config: RunConfig) -> int | None:
     return None if deployment.num_train_gpus == "auto" else deployment.num_train_gpus
 
 
+def devices_needed(config: RunConfig) -> int:
+    """Devices of all engines and trainer ranks together, on a deployment where each has its own."""
+    train = resolve_world(config).size if has_trainers(config) else 0
+    return train + (config.deployment.num_infer_gpus if has_engines(config) else 0)
+
+
+def spans_nodes(config: RunConfig) -> bool:
+    """Whether roles sit on more than one node: as asked for, or because the GPUs of one do not suffice.
+
+    CPU slots are as many as one likes, so `device=cpu` stays on one node unless told otherwise.
+    """
+    deployment = config.deployment
+    if deployment.type == "disaggregated" and deployment.device != "cpu":
+        return devices_needed(config) > deployment.gpus_per_node
+    return deployment.type == "multi_node"
+
+
 MAX_AUTO_EP = 8  # wider groups leave the NVLink domain of a usual node
 
 

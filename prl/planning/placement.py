@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_trainers
+from prl.config.world import has_engines, has_trainers, spans_nodes
 from prl.planning.run_plan import RoleName, RolePlan
 
 
@@ -21,9 +21,11 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
     engines = _engines(config, num_engines)
     if not has_trainers(config):
         return engines
-    first_device = deployment.num_infer_gpus if deployment.type == "disaggregated" else 0
-    first_node = deployment.num_infer_nodes if multi_node else 0
-    trainers = _trainers(config, train_world, first_device, first_node)
+    if spans_nodes(config):  # no node has both
+        trainers = _trainers(config, train_world, first_device=0, first_node=1 + max(role.node for role in engines))
+    else:
+        first_device = deployment.num_infer_gpus if deployment.type == "disaggregated" else 0
+        trainers = _trainers(config, train_world, first_device, first_node=0)
     return (*engines, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
 
 
@@ -48,8 +50,8 @@ def _envs(config: RunConfig) -> tuple[RolePlan, ...]:
 
 
 def _slots(config: RunConfig, count: int, first_device: int, first_node: int) -> list[tuple[int, int]]:
-    """(node, device) of `count` processes with one device each; only a multi_node deployment leaves the first node."""
-    if config.deployment.type != "multi_node":
+    """(node, device) of `count` processes with one device each."""
+    if not spans_nodes(config):
         return [(0, first_device + i) for i in range(count)]
     per_node = config.deployment.gpus_per_node
     return [(first_node + i // per_node, i % per_node) for i in range(count)]

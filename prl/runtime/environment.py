@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan
+from prl.runtime.ports import LOOPBACK
 from prl.runtime.reaper import MARKER
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -26,7 +27,8 @@ def child_environment(plan: RunPlan, role: RolePlan | None, marker: str, address
     Args:
         address: of this node, as other nodes reach it; None for a run on one node.
     """
-    threads = num_threads(plan, role.node) if role is not None and role.devices else 1
+    node = None if role is None or address == LOOPBACK else role.node
+    threads = num_threads(plan, node) if role is not None and role.devices else 1
     variables = dict.fromkeys(THREAD_VARIABLES, str(threads))
     variables |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", MARKER: marker}
     variables["CUDA_VISIBLE_DEVICES"] = visible_devices(plan, role)
@@ -50,12 +52,13 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def num_threads(plan: RunPlan, node: int = 0) -> int:
-    """CPU threads of an inference or trainer child on a node."""
+def num_threads(plan: RunPlan, node: int | None = None) -> int:
+    """CPU threads of an inference or trainer child on a node; None: all nodes are this machine."""
     if plan.config.debug.num_threads:
         return plan.config.debug.num_threads
-    engines = sum(role.node == node for role in plan.roles_of("inference"))
-    ranks = sum(role.node == node for role in plan.roles_of("trainer"))
+    engines, ranks = (
+        sum(node in (None, role.node) for role in plan.roles_of(kind)) for kind in ("inference", "trainer")
+    )
     takes_turns = plan.config.deployment.type == "colocated"
     return max(1, num_cores() // max(1, max(engines, ranks) if takes_turns else engines + ranks))
 

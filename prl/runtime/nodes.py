@@ -33,6 +33,7 @@ ANSWER_LIMIT_S = 60.0
 STOP_S = 5.0
 POLL_S = 0.02
 READ_INTERVAL_S = 0.01
+GPUS = Path("/proc/driver/nvidia/gpus")  # one entry for each
 BACKLOG = 1024
 
 
@@ -181,6 +182,7 @@ class Nodes:
             self.announced.append(run_dir / NODES_FILE)
             announce(run_dir, Meeting(key, plan.num_nodes, hosts, listener.getsockname()[1], token))
             if alone:
+                refuse_too_few_gpus(plan)
                 note(f"{plan.num_nodes} nodes, all of them on this machine")
                 self._pose(plan, run_dir, key, reaper)
             limit_s = plan.config.deployment.start_timeout_s
@@ -270,6 +272,23 @@ class Nodes:
 def has_no_agents() -> bool:
     """Whether nobody else starts agents: neither SLURM, nor a person on other machines."""
     return nodes_of_step() <= 1 and os.environ.get(KEY) != BY_HAND
+
+
+def refuse_too_few_gpus(plan: RunPlan) -> None:
+    """Raise UserError where this machine, which has GPUs, has too few for all nodes of a plan."""
+    deployment = plan.config.deployment
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
+    if found and outer is not None:
+        found = len([name for name in outer.split(",") if name.strip()])
+    needed = (plan.num_nodes - 1) * deployment.gpus_per_node + 1
+    if deployment.device != "cpu" and (0 < found < needed or (not found and deployment.device == "cuda")):
+        raise UserError(
+            f"{plan.num_nodes} nodes of {deployment.gpus_per_node} GPUs do not fit on this machine, which has {found}.",
+            where=f"deployment.gpus_per_node={deployment.gpus_per_node}",
+            why="without SLURM all nodes of a run are rehearsed on one machine",
+            fix="hydra/launcher=slurm with -m, a smaller layout such as parallelism=single, or deployment.device=cpu",
+        )
 
 
 def devices_of(node: int, gpus_per_node: int) -> dict[str, str]:

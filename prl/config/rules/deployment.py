@@ -12,17 +12,17 @@ from prl.config.world import has_engines, has_trainers, resolve_world
 
 def gpus_suffice(config: RunConfig) -> Iterator[UserError]:
     deployment = config.deployment
-    if deployment.device != "cuda" or deployment.type == "multi_node":
+    if deployment.device != "cuda" or deployment.type != "colocated":  # others go on to further nodes
         return
     train = resolve_world(config).size if has_trainers(config) else 0
     infer = deployment.num_infer_gpus if has_engines(config) else 0
-    needed = max(train, infer) if deployment.type == "colocated" else train + infer
+    needed = max(train, infer)
     if needed > deployment.gpus_per_node:
         yield UserError(
             f"{needed} GPUs are needed and a node has {deployment.gpus_per_node}.",
             where=f"deployment.gpus_per_node={deployment.gpus_per_node}",
-            why=f"{train} for training and {infer} for inference, deployment {deployment.type}",
-            fix=f"deployment.gpus_per_node={needed}, or a smaller layout such as parallelism=single",
+            why=f"{train} for training and {infer} for inference, which share the GPUs of one node",
+            fix=f"deployment.gpus_per_node={needed}, deployment=disaggregated, or less, as with parallelism=single",
         )
 
 

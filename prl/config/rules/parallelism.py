@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from prl.config.errors import UserError
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import ParallelismConfig, RunConfig
-from prl.config.world import requested_devices, resolve_world
+from prl.config.world import requested_devices, resolve_world, spans_nodes
 
 
 def ep_divides_experts(config: RunConfig) -> Iterator[UserError]:
@@ -173,7 +173,7 @@ def cp_divides_rows(config: RunConfig) -> Iterator[UserError]:
 
 def cp_stays_in_a_node(config: RunConfig) -> Iterator[UserError]:
     cp, per_node = config.parallelism.cp, config.deployment.gpus_per_node
-    if cp > per_node and config.deployment.type == "multi_node" and not config.parallelism.allow_cp_across_nodes:
+    if cp > per_node and spans_nodes(config) and not config.parallelism.allow_cp_across_nodes:
         yield UserError(
             f"A context group of {cp} ranks does not fit one node.",
             where=f"parallelism.cp={cp}, deployment.gpus_per_node={per_node}",

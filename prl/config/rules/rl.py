@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, resolve_world
+from prl.config.world import has_engines, resolve_world, spans_nodes
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -167,10 +167,12 @@ def device_transports_need_their_gpus(config: RunConfig) -> Iterator[UserError]:
 
 
 def shared_memory_needs_one_node(config: RunConfig) -> Iterator[UserError]:
-    if config.weight_transport.type == "shared_memory" and config.deployment.type == "multi_node":
+    deployment = config.deployment
+    if config.weight_transport.type == "shared_memory" and spans_nodes(config):
         yield UserError(
             "Shared memory does not reach another node.",
-            where="weight_transport.type=shared_memory, deployment.type=multi_node",
+            where=f"weight_transport.type=shared_memory, deployment.type={deployment.type}, "
+            f"deployment.gpus_per_node={deployment.gpus_per_node}",
             why="its segments live in the memory of one host",
             fix="weight_transport=tcp, or weight_transport=filesystem",
         )

@@ -87,9 +87,9 @@ def vllm_arguments_are_free(config: RunConfig) -> Iterator[UserError]:
 def engines_fill_their_devices(config: RunConfig) -> Iterator[UserError]:
     inference, deployment = config.inference, config.deployment
     width = inference.tp * inference.dp
-    multi_node = deployment.type == "multi_node"
-    key = "gpus_per_node" if multi_node else "num_infer_gpus"
-    devices = deployment.gpus_per_node if multi_node else deployment.num_infer_gpus
+    by_node = deployment.type == "multi_node" or deployment.num_infer_gpus > deployment.gpus_per_node
+    key = "gpus_per_node" if by_node else "num_infer_gpus"
+    devices = deployment.gpus_per_node if by_node else deployment.num_infer_gpus
     if has_engines(config) and devices % width:
         yield UserError(
             f"Engines of {width} devices do not fill {devices}.",
