@@ -72,7 +72,7 @@ class Root:
             start_new_session=True,
         )
 
-    def wait(self, timeout_s: float = 20) -> tuple[int, str]:
+    def wait(self, timeout_s: float = 60) -> tuple[int, str]:
         """Exit code and output."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
@@ -128,7 +128,7 @@ def rows_written(run_dir: Path) -> int:
     return max(counts, default=0)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 45) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -234,20 +234,20 @@ def test_nodes_started_by_hand_find_each_other(start: Start) -> None:
     """The point's own roles, so it is the real thing: two commands on what could be two machines."""
     point = frozen_point(start, "max_steps=2")
     agents = [run_agent(point, f"--node={node}") for node in (1, 0)]
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=200)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert json.loads((point / "status.json").read_text())["state"] == "done"
 
 
 def test_a_node_beyond_the_points_ends_at_once(start: Start) -> None:
     agent = run_agent(frozen_point(start), "--node=2")
-    assert agent.communicate(timeout=20)[0] == ""
+    assert agent.communicate(timeout=60)[0] == ""
     assert agent.returncode == 0
 
 
 def test_a_node_that_finds_no_root_says_where_it_looked(start: Start) -> None:
     point = frozen_point(start, "deployment.start_timeout_s=0.5")
-    output = run_agent(point, "--node=1", **{KEY: "of-today"}).communicate(timeout=20)[0]
+    output = run_agent(point, "--node=1", **{KEY: "of-today"}).communicate(timeout=60)[0]
     assert "found no root of its run within 0.5 s" in output
     assert "nodes.json" in output
     assert "a filesystem that all nodes share" in output
