@@ -237,6 +237,7 @@ def test_nodes_started_by_hand_find_each_other(start: Start) -> None:
     outputs = [agent.communicate(timeout=200)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert json.loads((point / "status.json").read_text())["state"] == "done"
+    assert not (point / "nodes.json").exists(), "what it says of this attempt would send the next one's agents home"
 
 
 def test_a_node_beyond_the_points_ends_at_once(start: Start) -> None:

@@ -97,7 +97,7 @@ def run_attempt(path: Path) -> int:
             try:
                 code = run_job(plan, signals)
             finally:  # agents that still look for the root need not wait any longer
-                if plan.num_nodes > 1:
+                if plan.num_nodes > 1 and job_key() != BY_HAND:  # by hand, all attempts have one key
                     announce(path, Meeting(job_key(), plan.num_nodes, ended=True))
             warned = signals.first == signal.SIGUSR2 or (signals.first == signal.SIGTERM and was_preempted(job))
     except UserError as raised:
