@@ -33,6 +33,7 @@ class ServerContext:
     token: str = TOKEN
     init_model_path: str | None = None
     stop_requested: bool = False
+    restarts: int = 0
     beats: int = 0
     up: threading.Event = field(default_factory=threading.Event)
 
@@ -111,13 +112,13 @@ class Client(HttpClient):
 
 @contextmanager
 def running_server(
-    overrides: list[str], cache_dir: Path, wait: bool = True, job: str = "inference"
+    overrides: list[str], cache_dir: Path, wait: bool = True, job: str = "inference", restarts: int = 0
 ) -> Iterator[Client]:
     """A server with random weights, on its own or as in a run with trainer; `wait` until it is ready."""
     torch.set_num_threads(1)  # the engine shares the cores with the tests
     config = compose([f"cache_dir={cache_dir}", "deployment.device=cpu", *overrides], config_name="inference")
     plan = make_plan(config).model_copy(update={"config": config.model_copy(update={"job": job})})
-    ctx = ServerContext(plan, socket.create_server(("127.0.0.1", 0)))
+    ctx = ServerContext(plan, socket.create_server(("127.0.0.1", 0)), restarts=restarts)
     error: list[BaseException] = []
 
     def serve() -> None:

@@ -35,7 +35,8 @@ class Finished:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(TESTS), "WANDB_MODE": "offline", "COLUMNS": "200"}
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    return {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "offline", "COLUMNS": "200"}
 
 
 def start(args: list[str], cwd: Path, module: str = "prl.rl") -> subprocess.Popen[str]:

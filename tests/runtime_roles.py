@@ -84,6 +84,11 @@ def play(ctx: ChildContext, acts: dict) -> None:
         raise UserError(acts["user_error"], where="somewhere", fix="something")
     if "raise_at_start" in acts:
         raise RuntimeError(acts["raise_at_start"])
+    if acts.get("tell_port"):
+        assert ctx.listen_socket is not None
+        print(f"LISTENS {ctx.listen_socket.getsockname()[1]} RESTARTS {ctx.restarts}", flush=True)
+    if acts.get("stuck_when_restarted") and ctx.restarts:
+        time.sleep(600)
     if acts.get("stuck_at_start"):
         time.sleep(600)
     if acts.get("grandchild"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -68,6 +69,19 @@ def test_a_run_on_two_nodes_completes(start: Start) -> None:
     assert [row["step"] for row in read_rows(root.run_dir, "orchestrator")] == [1, 2, 3, 4, 5, 6]
     assert root.alive() == []
     assert not (root.run_dir / "nodes.json").exists(), "it held a token"
+
+
+@pytest.mark.slow
+def test_an_engine_of_another_node_is_restarted_there(start: Start) -> None:
+    script = SLOW_STEPS | {"inference/2": {"kill": "SIGKILL", "tell_port": True}}
+    root = start(*TWO_NODES, "deployment.num_infer_nodes=2", "max_steps=12", script=script)
+    code, output = root.wait(40)
+    assert code == 0, output
+    assert "inference/2 ended (killed by SIGKILL from outside); restart 1 of 3" in output
+    log = (root.run_dir / "logs" / "inference.1.2.log").read_text()
+    (first, second) = re.findall(r"LISTENS (\d+) RESTARTS (\d)", log)
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == ("0", "1")
 
 
 def test_logs_are_named_by_role_node_and_rank(start: Start) -> None:

@@ -2,105 +2,16 @@
 
 import asyncio
 import base64
-import contextlib
 import io
 
 import aiohttp
 import numpy as np
 import pytest
-from aiohttp import web
+from fake_engine import generate, pool_of
 
-from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator import engines
-from prl.orchestrator.engines import PAUSE, EngineError, EnginePool
+from prl.orchestrator.engines import PAUSE, EngineError
 from prl.orchestrator.lockstep import Lockstep
-
-SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(256,))
-
-
-class FakeEngine:
-    """Answers /inference/v1/generate while not paused. `log` holds control routes and the sets admitted together."""
-
-    def __init__(self):
-        self.log, self.bodies, self.held, self.running = [], [], [], 0
-        self.asked = []  # control routes with their queries
-        self.go = asyncio.Event()
-        self.go.set()
-        self.choice = {}  # overrides of the answer
-        self.refuse = set()  # request ids
-        self.silent = 0  # times that /health is left unanswered
-
-    @contextlib.asynccontextmanager
-    async def serving(self):
-        app = web.Application()
-        app.router.add_post("/inference/v1/generate", self.generate)
-        app.router.add_get("/load", self.load)
-        app.router.add_get("/health", self.health)
-        app.router.add_post("/{route}", self.control)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        finally:
-            await runner.cleanup()
-
-    async def generate(self, request):
-        assert request.headers["Authorization"] == "Bearer token"
-        body = await request.json()
-        self.bodies.append(body)
-        if body["request_id"] in self.refuse:
-            return web.json_response({"error": "the prompt is too long"}, status=400)
-        self.held.append(body["request_id"])
-        await self.go.wait()
-        if self.held:
-            self.log.append(sorted(self.held))
-            self.held = []
-        ids = body["token_ids"][-1:] * 2
-        choice = {
-            "token_ids": ids,
-            "finish_reason": "stop",
-            "logprobs": {"content": [{"token_id": i, "logprob": -0.25} for i in ids]},
-            "routed_experts": None,
-            "weight_versions": [{"version": "3", "start": 0, "end": 2}],
-        }
-        return web.json_response({"choices": [choice | self.choice]})
-
-    async def load(self, request):
-        return web.json_response({"server_load": len(self.held)})
-
-    async def health(self, request):
-        if self.silent:
-            self.silent -= 1
-            await asyncio.sleep(60)
-        return web.Response()
-
-    async def control(self, request):
-        route = request.match_info["route"]
-        self.log.append(route)
-        self.asked.append(route + (f"?{request.query_string}" if request.query_string else ""))
-        if route == "pause":
-            self.go.clear()
-        if route == "resume":
-            self.go.set()
-        if route == "reset_prefix_cache":
-            return web.Response(status=500, text="cannot")
-        return web.json_response({})
-
-
-@contextlib.asynccontextmanager
-async def pool_of(count=1, **config):
-    engines = [FakeEngine() for _ in range(count)]
-    async with contextlib.AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(engine.serving()) for engine in engines]
-        pool = EnginePool(urls, InferenceConfig(**config), "token")
-        stack.push_async_callback(pool.close)
-        yield pool, engines
-
-
-def generate(pool, request_id="r", replica=None, prompt=(1, 2, 9)):
-    return pool.generate(list(prompt), 7, 11, "train-3", SAMPLING, request_id, replica)
 
 
 def encoded(routed):
@@ -226,7 +137,9 @@ def test_bad_answers_are_engine_errors(choice, refuse, message):
     asyncio.run(scenario())
 
 
-def test_an_engine_that_is_gone_or_slow_is_an_engine_error():
+def test_an_engine_that_is_gone_or_slow_is_an_engine_error(monkeypatch):
+    monkeypatch.setattr(engines, "NOTICE_S", 0.01)
+
     async def scenario():
         async with pool_of(request_timeout_s=0.2) as (pool, (engine,)):
             engine.go.clear()
@@ -380,7 +293,9 @@ def test_requests_that_come_while_a_set_runs_are_sent_even_if_that_set_dies():
     asyncio.run(scenario())
 
 
-def test_an_engine_that_goes_away_fails_all_that_wait():
+def test_an_engine_that_goes_away_fails_all_that_wait(monkeypatch):
+    monkeypatch.setattr(engines, "NOTICE_S", 0.01)
+
     async def scenario():
         async with pool_of() as (pool, _):
             pool.urls = ["http://127.0.0.1:9"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 
 import pytest
 from runs import SMALL, finish, kill_root, processes_of, rows, run, series, start, wait_for_step
@@ -187,3 +188,31 @@ def test_full_disk_while_checkpointing_keeps_the_older_checkpoint(cache, tmp_pat
         assert all((c / "manifest.json").exists() for c in complete)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# --- engines that die -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engines", "transport"), [(1, "shared_memory"), (1, "tcp"), (2, "filesystem")], ids=["one", "one tcp", "two"]
+)
+def test_a_killed_engine_comes_back_and_nothing_is_trained_twice(cache, tmp_path, engines, transport):
+    args = [*SMALL, cache, f"deployment.num_infer_gpus={engines}", f"weight_transport={transport}", "max_steps=14"]
+    args += ["eval.interval=0", "debug.keep_rollouts=true", "optim.lr=0.01", f"output_dir={tmp_path}/l"]
+    process = start(args, tmp_path)
+    wait_for_step(process, tmp_path / "l", 3)
+    status = json.loads((tmp_path / "l/status.json").read_text())
+    os.kill(status["roles"]["inference/0"]["pid"], signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done.output
+    assert "inference/0 ended (killed by SIGKILL from outside); restart 1 of 3" in done.output
+    trained = rows(tmp_path / "l", "trainer.0")
+    assert [row["step"] for row in trained] == list(range(1, 15))
+    steps = [row for row in rows(tmp_path / "l", "orchestrator") if "staleness_hist" in row]
+    assert [row["step"] for row in steps] == list(range(1, 15))
+    assert (steps[-1]["engine_restarts"], steps[-1]["failed_rollouts"]) == (1, 0)
+    assert max(row["staleness_max"] for row in steps) <= 2
+    kept = [json.loads(line) for line in (tmp_path / "l/rollouts.jsonl").read_text().splitlines()]
+    assert max(Counter(row["group"] for row in kept).values()) == 4, "a group was trained twice"
+    print(f"{engines} engines, {transport}: {steps[-1]['retried_requests']} requests were asked again")
+    assert steps[-1]["retried_requests"] > 0

@@ -232,7 +232,7 @@ def test_after_sigkill_of_the_root_the_next_start_resumes(start: Start) -> None:
     assert logged_steps(again) == list(range(1, 10))
 
 
-@pytest.mark.parametrize("name", ["inference/0", "orchestrator", "trainer/0"])
+@pytest.mark.parametrize("name", ["orchestrator", "trainer/0"])
 def test_sigkill_of_a_child_ends_the_run(start: Start, name: str) -> None:
     root = start(MANY, script=SLOW_STEPS)
     root.await_step(2)
@@ -326,20 +326,63 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(start: Start)
 
 
 @pytest.mark.slow
-def test_an_env_is_restarted_on_the_same_port(start: Start) -> None:
-    root = start("max_steps=12", script=SLOW_STEPS | {"env/reverse_text": {"kill": "SIGKILL"}})
+@pytest.mark.parametrize("name", ["env/reverse_text", "inference/0"])
+def test_a_server_is_restarted_on_the_same_port(start: Start, name: str) -> None:
+    root = start("max_steps=12", script=SLOW_STEPS | {name: {"kill": "SIGKILL", "tell_port": True}})
     code, output = root.wait()
     assert code == 0, output
-    assert "env/reverse_text ended (killed by SIGKILL from outside); restart 1 of 3" in output
+    assert f"{name} ended (killed by SIGKILL from outside); restart 1 of 3" in output
+    assert root.status()["roles"][name]["restarts"] == 1
+    log = Path(root.run_dir / "logs" / LOGS[name]).read_text()
+    (first, second) = re.findall(r"LISTENS (\d+) RESTARTS (\d)", log)
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == ("0", "1")
+
+
+LOGS = {"env/reverse_text": "env.reverse_text.0.0.log", "inference/0": "inference.0.0.log"}
 
 
 @pytest.mark.slow
-def test_an_env_that_keeps_dying_ends_the_run(start: Start) -> None:
-    root = start(MANY, script=SLOW_STEPS | {"env/reverse_text": {"raise": "broken", "always": True}})
+@pytest.mark.parametrize(("name", "kind"), [("env/reverse_text", "env"), ("inference/0", "code")])
+def test_a_server_that_keeps_dying_ends_the_run(start: Start, name: str, kind: str) -> None:
+    root = start(MANY, script=SLOW_STEPS | {name: {"raise": "broken", "always": True}})
     code, output = root.wait()
     assert code == 1
     assert "restart 3 of 3" in output
-    assert "class env: RuntimeError: broken" in output
+    assert f"class {kind}: RuntimeError: broken" in output
+
+
+@pytest.mark.slow
+def test_an_engine_without_memory_is_restarted_once(start: Start) -> None:
+    code, output = start(MANY, script=SLOW_STEPS | {"inference/0": {"memory_error": True, "always": True}}).wait()
+    assert code == 1
+    assert "restart 1 of 3" in output
+    assert "restart 2" not in output
+    assert "class oom" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("deployment=colocated", "a colocated engine takes turns"),
+        ("algo.max_off_policy_steps=0", "in a synchronous run"),
+    ],
+)
+def test_an_engine_that_cannot_come_back_ends_the_run(start: Start, override: str, why: str) -> None:
+    code, output = start(MANY, override, script=SLOW_STEPS | {"inference/0": {"kill": "SIGKILL"}}).wait(10)
+    assert code == 1
+    assert f"class node: killed by SIGKILL from outside; no restart: {why}" in output
+
+
+@pytest.mark.slow
+def test_a_stop_while_an_engine_comes_back_saves_a_checkpoint(start: Start) -> None:
+    root = start(MANY, script=SLOW_STEPS | {"inference/0": {"kill": "SIGKILL", "stuck_when_restarted": True}})
+    root.await_step(1)
+    wait_for(lambda: root.status()["roles"]["inference/0"]["restarts"] == 1)
+    os.kill(root.process.pid, signal.SIGINT)
+    code, output = root.wait()
+    assert code == 130, output
+    assert steps(root.run_dir)[-1] == logged_steps(root)[-1]
 
 
 # --- hangs ------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import re
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import psutil
 import pytest
 import torch
 from inference_server import TOKEN, HttpClient
-from runs import SMALL, finish, rows, run, start
+from runs import SMALL, finish, rows, run, start, wait_for_step
 from torch import Tensor
 from weight_updates import published
 
@@ -36,6 +38,7 @@ from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
 from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.engines import PAUSE, EngineError, EnginePool
 from prl.orchestrator.rollout import Generation
+from prl.runtime.status_file import read_status
 from prl.transport.weights import Publisher, make_publisher
 
 pytestmark = [
@@ -414,3 +417,26 @@ def test_a_synchronous_run_samples_from_each_version(tmp_path: Path) -> None:
     mismatch = [row["mismatch_kl_max"] for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_max" in row]
     assert len(mismatch) == 3
     assert max(mismatch) < 1e-6
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_server_comes_back_and_nothing_is_trained_twice(tmp_path: Path) -> None:
+    """With one engine: its requests wait for the restart, and it must have the weights of that day."""
+    args = [*SMALL, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run", "inference=vllm", "max_steps=8"]
+    process = start([*args, "debug.num_threads=1", "eval.interval=0", "debug.keep_rollouts=true"], tmp_path)
+    wait_for_step(process, tmp_path / "run", 3)
+    server = psutil.Process(read_status(tmp_path / "run")["roles"]["inference/0"]["pid"])
+    family = [server, *server.children(recursive=True)]
+    server.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, "the engine core outlived its server"
+    done = finish(process, 400)
+    assert done.code == 0, done.output
+    assert "inference/0 ended (killed by SIGKILL from outside); restart 1 of 3" in done.output
+    assert [row["step"] for row in rows(tmp_path / "run", "trainer.0")] == list(range(1, 9))
+    steps = [row for row in rows(tmp_path / "run", "orchestrator") if "staleness_hist" in row]
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert (steps[-1]["engine_restarts"], steps[-1]["failed_rollouts"]) == (1, 0)
+    assert steps[-1]["retried_requests"] > 0
+    kept = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    assert max(Counter(row["group"] for row in kept).values()) == 4, "a group was trained twice"

@@ -56,7 +56,13 @@ async def serve(ctx: ChildContext) -> None:
     config = ctx.plan.config
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True)
-    worker = EngineWorker(lambda: load_engine(config, ctx.init_model_path), ctx.beat)
+
+    def load() -> tuple[TorchEngine, ChatRenderer]:
+        engine, renderer = load_engine(config, ctx.init_model_path)
+        engine.has_weights = ctx.restarts == 0  # the run may have gone on from those of the checkpoint
+        return engine, renderer
+
+    worker = EngineWorker(load, ctx.beat)
     app = build_app(worker, config, server_keys(config, ctx.token))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
     await runner.setup()

@@ -90,7 +90,7 @@ class EngineWorker:
         engine = self.engine
         sequences = engine.prepare(request)
         if not engine.has_weights:
-            raise EngineUnavailable("there are no weights since /sleep?level=2 or a failed update: update them first")
+            raise EngineUnavailable("no weights since a restart, /sleep?level=2 or a failed update: update them first")
         futures = [self.results.setdefault(s, self.loop.create_future()) for s in sequences]
         try:
             if self.paused:  # admitted on resume in order of request id, so that results do not depend on arrival

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import os
 from typing import Any
@@ -17,14 +18,30 @@ from prl.orchestrator.rollout import Generation
 # running requests keep their KV: vLLM would drop it with the caches, and compute it anew under the next weights
 PAUSE = "/pause?mode=keep&clear_cache=false"
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+GENERATE = "/inference/v1/generate"
+INIT_TRANSFER = "/init_weight_transfer_engine"
+NOTICE_S = 10.0  # from an engine's failure to the supervisor's word that it was started again
+RETRY_S = 0.2
 
 
 class EngineError(RuntimeError):
     """An engine refused or failed; the message names the route, the status and the engine's own words."""
 
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.refused = 400 <= status < 500  # by an engine in good health
+
+
+class EngineLost(EngineError):
+    """The engine was started again before it had answered."""
+
 
 class EnginePool:
-    """All replicas. A new request goes to the replica with the fewest of ours in flight."""
+    """All replicas. A new request goes to the replica with the fewest of ours in flight.
+
+    A replica that was started again (`lose`) is left out of everything until it has the weights of the others
+    (`readmit`). What it was asked to generate is asked anew of whichever replica is there.
+    """
 
     def __init__(self, urls: list[str], config: InferenceConfig, token: str) -> None:
         key = os.environ[config.api_key_var] if config.api_key_var else token
@@ -37,6 +54,14 @@ class EnginePool:
         self.in_flight = [0] * len(urls)
         self.sleep_level = config.sleep_level
         self.version = 0  # that all replicas are known to serve
+        self.serving = [True] * len(urls)
+        self.ended = [asyncio.Event() for _ in urls]  # one for each life of a replica
+        self.any_serving = asyncio.Event()
+        self.any_serving.set()
+        self.updating = asyncio.Lock()  # nobody is readmitted between two versions
+        self.init_info: dict[str, Any] = {}
+        self.newest: tuple[int, dict[str, Any]] | None = None  # version and update_info
+        self.restarts = self.retried = 0  # replicas, requests
 
     async def close(self) -> None:
         await self.session.close()
@@ -45,17 +70,83 @@ class EnginePool:
         """Wait until every replica answers /health. Raises EngineError after timeout_s."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         for url in self.urls:
-            while True:
-                try:
-                    # an engine that does not answer while it loads keeps the connection
-                    async with self.session.get(f"{url}/health", timeout=HEALTH_TIMEOUT) as response:
-                        if response.status == 200:
-                            break
-                except (aiohttp.ClientError, TimeoutError):
-                    pass
+            while not await self._is_healthy(url):
                 if asyncio.get_running_loop().time() > deadline:
                     raise EngineError(f"{url}/health: not ready after {timeout_s:.0f} s")
                 await asyncio.sleep(0.05)
+
+    async def _is_healthy(self, url: str) -> bool:
+        try:
+            # an engine that does not answer while it loads keeps the connection
+            async with self.session.get(f"{url}/health", timeout=HEALTH_TIMEOUT) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    # --- replicas that die --------------------------------------------------------------------------------------------
+
+    def lose(self, index: int) -> None:
+        """A replica was started again: what it was asked is gone, and it has old weights."""
+        self.restarts += 1
+        self.serving[index] = False
+        if not any(self.serving):
+            self.any_serving.clear()
+        ended, self.ended[index] = self.ended[index], asyncio.Event()
+        ended.set()
+
+    async def readmit(self, index: int, timeout_s: float) -> None:
+        """Bring a replica that was started again to the newest weights, then let it serve.
+
+        Weights that the trainer no longer holds are waited for: the next ones are on their way then. Raises EngineError
+        after timeout_s. Returns early when the replica dies once more.
+        """
+        ended = self.ended[index]
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        error = EngineError(f"{self.urls[index]}/health: not ready again after {timeout_s:.0f} s")
+        while not ended.is_set():
+            if await self._is_healthy(self.urls[index]):
+                try:
+                    return await self._bring_up(index)
+                except EngineLost:
+                    return
+                except EngineError as failure:
+                    error = failure
+            if asyncio.get_running_loop().time() > deadline:
+                raise error
+            await asyncio.sleep(RETRY_S)
+
+    async def _bring_up(self, index: int) -> None:
+        async with self.updating:
+            await self._ask(index, INIT_TRANSFER, {"init_info": self.init_info}, patient=False)
+            if self.newest is not None:
+                for route, body in _update_steps(*self.newest):
+                    await self._ask(index, route, body, patient=False)
+                await self._ask(index, "/resume", patient=False)
+            self.serving[index] = True
+            self.any_serving.set()
+
+    async def _ask(
+        self, index: int, route: str, body: dict[str, Any] | None = None, patient: bool = True
+    ) -> dict[str, Any]:
+        """A POST to one replica. Raises EngineLost when it is started again before it has answered.
+
+        While it is dead, connections to its port are neither answered nor refused, so only the supervisor's word ends
+        the wait. The same word tells a failure that came of dying from another one; who is `patient` waits for it.
+        """
+        ended = self.ended[index]
+        call = asyncio.ensure_future(self._call("POST", self.urls[index], route, body))
+        end = asyncio.ensure_future(ended.wait())
+        try:
+            await asyncio.wait([call, end], return_when=asyncio.FIRST_COMPLETED)
+            error = call.exception() if call.done() else None
+            if isinstance(error, EngineError) and not (error.refused and route == GENERATE):
+                await asyncio.wait([end], timeout=NOTICE_S if patient else 0)
+            if ended.is_set():
+                raise EngineLost(f"{self.urls[index]}{route}: the engine died before it had answered")
+            return call.result()
+        finally:
+            call.cancel()
+            end.cancel()
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
@@ -69,8 +160,10 @@ class EnginePool:
         request_id: str,
         replica: int | None = None,
     ) -> Generation:
-        """One completion. `salt` separates prefix caches: requests with different salts never share KV."""
-        index = min(range(len(self.urls)), key=self.in_flight.__getitem__) if replica is None else replica
+        """One completion. `salt` separates prefix caches: requests with different salts never share KV.
+
+        Sampled again from the start when its replica dies, unless it was to be that replica and no other.
+        """
         body = {
             "request_id": request_id,
             "token_ids": prompt_ids,
@@ -87,25 +180,43 @@ class EnginePool:
                 "detokenize": False,
             },
         }
-        known = self.version
-        self.in_flight[index] += 1
-        try:
-            reply = await self._post(self.urls[index], "/inference/v1/generate", body)
-        finally:
-            self.in_flight[index] -= 1
-        generation = _parse_choice(reply["choices"][0], known)
-        if self.config.return_routed_experts:
-            _check_routing(generation, len(prompt_ids))
-        return generation
+        while True:
+            await self.any_serving.wait()
+            index = self._least_busy() if replica is None else replica
+            known = self.version
+            self.in_flight[index] += 1
+            try:
+                reply = await self._ask(index, GENERATE, body)
+                generation = _parse_choice(reply["choices"][0], known)
+                if self.config.return_routed_experts:
+                    _check_routing(generation, len(prompt_ids))
+                return generation
+            except EngineLost:
+                if replica is not None:
+                    raise
+                self.retried += 1
+            finally:
+                self.in_flight[index] -= 1
+
+    def _least_busy(self) -> int:
+        serving = [index for index, is_serving in enumerate(self.serving) if is_serving]
+        return min(serving, key=self.in_flight.__getitem__)
 
     # --- control, always on all replicas ------------------------------------------------------------------------------
 
     async def everywhere(self, route: str, body: dict[str, Any] | None = None) -> None:
-        await asyncio.gather(*(self._post(url, route, body) for url in self.urls))
+        """Those that were started again are left out; `readmit` gives them what they need."""
+        serving = [index for index, is_serving in enumerate(self.serving) if is_serving]
+        await asyncio.gather(*(self._tell(index, route, body) for index in serving))
+
+    async def _tell(self, index: int, route: str, body: dict[str, Any] | None) -> None:
+        with contextlib.suppress(EngineLost):
+            await self._ask(index, route, body)
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Once, before the first update."""
-        await self.everywhere("/init_weight_transfer_engine", {"init_info": init_info})
+        self.init_info = init_info
+        await self.everywhere(INIT_TRANSFER, {"init_info": init_info})
 
     async def sleep(self) -> None:
         """Hand memory over to the trainer; running requests go on after the next update."""
@@ -117,34 +228,42 @@ class EnginePool:
         Engines that are asleep wake up; after level 2, which leaves no weights, nothing is generated before new ones.
         """
         partly = asleep and self.sleep_level == 2
-        if asleep:
-            await self.everywhere("/wake_up?tags=weights" if partly else "/wake_up")
-        await self.everywhere(PAUSE)
-        await self.everywhere("/start_weight_update", {})  # 0.23 wants a body
-        await self.everywhere("/update_weights", {"update_info": update_info})
-        await self.everywhere("/finish_weight_update", {"weight_version": str(version)})
-        self.version = version
-        if partly:
-            await self.everywhere("/wake_up?tags=kv_cache")
-        await self.everywhere("/resume")
+        async with self.updating:
+            if asleep:
+                await self.everywhere("/wake_up?tags=weights" if partly else "/wake_up")
+            self.newest = version, update_info
+            for route, body in _update_steps(version, update_info):
+                await self.everywhere(route, body)
+            self.version = version
+            if partly:
+                await self.everywhere("/wake_up?tags=kv_cache")
+            await self.everywhere("/resume")
 
     async def queued(self, replica: int) -> int:
         """Requests that a replica holds, waiting or running; also right while it is paused, unlike its metrics."""
         return int((await self._call("GET", self.urls[replica], "/load"))["server_load"])
 
-    async def _post(self, url: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        return await self._call("POST", url, route, body)
-
     async def _call(self, method: str, url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             async with self.session.request(method, url + route, json=body) as response:
                 if response.status != 200:
-                    raise EngineError(f"{url}{route}: {response.status}: {(await response.text())[:500]}")
+                    text = (await response.text())[:500]
+                    raise EngineError(f"{url}{route}: {response.status}: {text}", response.status)
                 if response.content_type != "application/json":
                     return {}
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"{url}{route}: {type(error).__name__}: {error}") from error
+
+
+def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:
+    """Routes and bodies of an update, until /resume."""
+    return [
+        (PAUSE, None),
+        ("/start_weight_update", {}),  # 0.23 wants a body
+        ("/update_weights", {"update_info": update_info}),
+        ("/finish_weight_update", {"weight_version": str(version)}),
+    ]
 
 
 def _parse_choice(choice: dict[str, Any], known: int) -> Generation:

@@ -21,6 +21,7 @@ from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.evaluation import evaluate
 from prl.orchestrator.lockstep import Lockstep
 from prl.orchestrator.producer import Producer, StepGroups
+from prl.orchestrator.restarts import follow_restarts
 from prl.orchestrator.rollout_log import RolloutLog
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.server import start_server
@@ -67,6 +68,7 @@ class Orchestrator:
         self.engines = EnginePool(urls, config.inference, ctx.token)
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.token) for name in config.env.mix}
         background = [asyncio.create_task(env.serve()) for env in self.envs.values()]
+        background.append(asyncio.create_task(self._follow_engines()))
         server = await start_server(self, ctx.listen_socket, ctx.token)  # type: ignore[arg-type]
         try:
             await self._with_beats(self._wait_for_others())
@@ -89,6 +91,14 @@ class Orchestrator:
     def _load_renderer(self) -> ChatRenderer:
         path = resolve_model_path(self.config.model, Path(self.config.cache_dir), self.ctx.init_model_path)
         return ChatRenderer(load_tokenizer(self.config.model, path))
+
+    async def _follow_engines(self) -> None:
+        """Bring back engines that the supervisor starts again."""
+        names = [role.name for role in self.ctx.plan.roles_of("inference")]
+        try:
+            await follow_restarts(self.ctx.run_dir, names, self.engines, self.config.deployment.start_timeout_s)
+        except Exception as error:
+            self.fail(error)
 
     async def _wait_for_others(self) -> None:
         timeout_s = self.config.deployment.start_timeout_s
@@ -295,6 +305,8 @@ class Orchestrator:
             "dropped_stale": groups.dropped_stale,
             "filtered_groups": groups.filtered_groups,
             "failed_rollouts": sum(self.runner.stats.failures.values()),
+            "retried_requests": self.engines.retried,
+            "engine_restarts": self.engines.restarts,
             "truncated": groups.truncated / max(groups.rollouts, 1),
             "completion_tokens": float(np.mean([r.completion_tokens for r in finished])),
             "prompt_tokens": float(np.mean([r.prompt_tokens for r in finished])),

@@ -41,6 +41,7 @@ class Boot:
     resume_step: int
     init_model_path: str | None
     wandb_run_id: str
+    restarts: int  # of this child, so far
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -55,6 +56,7 @@ class ChildContext:
         listen_socket: bound and listening on this role's endpoint (trainer/0: the rendezvous), or None.
         resume_step: 0 for a fresh run, else the step of the checkpoint to load.
         init_model_path: Hugging Face checkpoint of the warm start; None: config.model.path, or random weights.
+        restarts: how often this role has died in this run; what it was given before is gone.
     """
 
     def __init__(self, plan: RunPlan, role: RolePlan, run_dir: Path, boot: Boot, stop: StopFlag) -> None:
@@ -62,6 +64,7 @@ class ChildContext:
         self.endpoints, self.token = boot.endpoints, boot.token
         self.listen_socket = None if boot.listen_fd is None else socket.socket(fileno=boot.listen_fd)
         self.resume_step, self.init_model_path = boot.resume_step, boot.init_model_path
+        self.restarts = boot.restarts
         self.metrics = MetricsWriter(run_dir, role.name)
         self._heart = Heart(run_dir, role.name)
         self._stop = stop

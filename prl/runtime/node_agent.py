@@ -20,6 +20,7 @@ from prl.runtime.job_nodes import connect, host_name
 from prl.runtime.ports import Leases, lease_ports
 from prl.runtime.process import ChildProcess
 from prl.runtime.reaper import Reaper
+from prl.runtime.restarts import why_final
 from prl.runtime.signals import STOP_SIGNALS
 from prl.runtime.wire import Message, Wire
 
@@ -111,7 +112,7 @@ class NodeAgent:
         child.start(Boot(**boot | {"root_pid": os.getpid(), "listen_fd": listen_fd}), environment)
         self.children[name] = child
         self.told.pop(name, None)
-        if role.role != "env":  # an environment may be started again, and needs its socket then
+        if why_final(self.plan.config, role.role):  # else it may be started again, and needs its socket then
             self.leases.release(name)
 
     def report(self) -> None:
@@ -126,8 +127,7 @@ class NodeAgent:
 
     def state_of(self, child: ChildProcess) -> Message:
         exit_code = child.poll()
-        if exit_code is None:
-            child.pulse.check()
+        child.pulse.check()  # of a dead one, too: it may have been ready for a moment
         return {
             "pid": child.popen.pid,
             "ready": child.pulse.ready,

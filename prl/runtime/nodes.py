@@ -156,7 +156,7 @@ class RemoteChild:
     def snapshot(self) -> dict[str, Any]:
         exit_code = self.poll()
         state = "exited" if exit_code is not None else "ready" if self.pulse.ready else "starting"
-        return {"pid": self.pid, "state": state, "exit": exit_code, "node": self.node.host}
+        return {"pid": self.pid, "state": state, "exit": exit_code, "restarts": self.restarts, "node": self.node.host}
 
 
 class Nodes:

@@ -139,4 +139,4 @@ class ChildProcess:
         """For status.json."""
         exit_code = self.poll()
         state = "exited" if exit_code is not None else "ready" if self.pulse.ready else "starting"
-        return {"pid": self.popen.pid, "state": state, "exit": exit_code}
+        return {"pid": self.popen.pid, "state": state, "exit": exit_code, "restarts": self.restarts}

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan
@@ -28,6 +28,7 @@ from prl.runtime.ports import lease_ports
 from prl.runtime.process import ChildProcess, log_path
 from prl.runtime.progress import Progress
 from prl.runtime.reaper import Reaper
+from prl.runtime.restarts import MAX_RESTARTS, Restarts, why_final
 from prl.runtime.signals import StopSignals
 from prl.runtime.status_file import State, StatusFile
 from prl.runtime.view import RunView
@@ -41,7 +42,6 @@ ENTRIES = {  # role, or "sft" for the trainers of an SFT job -> "module:function
 }
 START_ORDER = ("inference", "env", "orchestrator", "trainer")
 POLL_S = 0.02
-MAX_ENV_RESTARTS = 3  # per run
 BLAME_WINDOW_S = 0.3  # after the first death, so that its cause is found among those that follow from it
 DUMP_WAIT_S = 0.3  # for a hung child to write its stacks
 DUMP_LINES = 60
@@ -96,7 +96,7 @@ class Supervisor:
         self.mirror: ChildProcess | None = None
         logs = [(role, log_path(run_dir, role.name, role)) for role in plan.roles]
         self.echo = LogEcho(logs, plan.config.logging.local_ranks)
-        self.env_restarts = 0
+        self.restarts = Restarts(plan.config)
 
     def run(self) -> Outcome:
         """Start, watch, end. Nothing is left running when this returns or raises."""
@@ -125,7 +125,7 @@ class Supervisor:
             child = self._make_child(role)
             self._start(child)
             self.children.append(child)
-            if role.role != "env":  # the others are never restarted
+            if why_final(self.plan.config, role.role):
                 self.leases.release(role.name)
         if self.plan.config.logging.wandb.mode != "disabled" and self.plan.config.job != "inference":
             self.mirror = ChildProcess(self.run_dir, WANDB, None, self.home.reaper)
@@ -148,6 +148,7 @@ class Supervisor:
             resume_step=self.resume_step,
             init_model_path=self.init_model_path,
             wandb_run_id=self.home.run_id,
+            restarts=child.restarts,
         )
         address = self.home.nodes.address
         child.start(boot, child_environment(self.plan, child.role, self.home.marker, address))
@@ -209,17 +210,18 @@ class Supervisor:
         return self._find_hang()
 
     def _restart(self, child: Child) -> bool:
-        """Environments run other people's code; one that was up may die MAX_ENV_RESTARTS times in a run."""
+        """An environment or engine that was up, up to MAX_RESTARTS times in a run."""
         assert child.role is not None
         child.pulse.check()
-        is_config = "user_error" in child.error
-        if child.role.role != "env" or is_config or not child.pulse.ready or self.env_restarts >= MAX_ENV_RESTARTS:
+        role, failure = child.role.role, self._failure_of(child)
+        if not self.restarts.grant(child.name, role, child.pulse.ready, failure.kind):
             return False
-        self.env_restarts += 1
         child.restarts += 1
-        what = self._failure_of(child).message
-        self.home.progress.note(f"{child.name} ended ({what}); restart {self.env_restarts} of {MAX_ENV_RESTARTS}")
+        number = f"restart {self.restarts.counts[role]} of {MAX_RESTARTS}"
+        self.home.progress.note(f"{child.name} ended ({failure.message}); {number}")
         self._start(child)
+        self.status.update(**self._snapshot())
+        self.status.write()  # at once: the orchestrator reads there that an engine is a new one
         return True
 
     def _blame(self) -> Failure:
@@ -230,7 +232,12 @@ class Supervisor:
             return lost
         dead = [child for child in self.children if self._is_dead(child)]
         failures = [(child, self._failure_of(child)) for child in dead]
-        return min(failures, key=lambda pair: self._suspicion(*pair))[1]
+        child, failure = min(failures, key=lambda pair: self._suspicion(*pair))
+        assert child.role is not None
+        why = why_final(self.plan.config, child.role.role)
+        if child.role.role == "inference" and self.plan.config.job == "rl" and child.pulse.ready and why:
+            return replace(failure, message=f"{failure.message}; no restart: {why}")
+        return failure
 
     def _suspicion(self, child: Child, failure: Failure) -> int:
         assert child.exit_code is not None
@@ -310,7 +317,8 @@ class Supervisor:
 
     def _stop(self) -> Outcome:
         """Orderly stop after a signal: the workers save and return, then the rest ends in reverse order of starting."""
-        was_running = all(child.pulse.ready or not child.alive for child in self.children)
+        came_up = all(child.pulse.ready or not child.alive for child in self.children)
+        was_running = came_up or self.status.state == "running"  # a child that is being restarted does not undo that
         self.status.update(state="stopping", **self._snapshot())
         saves = "" if self.plan.config.job == "inference" else ": saving a checkpoint"
         self.home.progress.note(f"stopping{saves}; a second signal ends everything at once")

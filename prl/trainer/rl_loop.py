@@ -21,6 +21,7 @@ from prl.trainer.publishing import publisher_of
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
 from prl.transport.batch import TrainBatch
+from prl.transport.weights import HOST_TRANSPORTS
 
 
 def main(ctx: ChildContext) -> None:
@@ -41,6 +42,7 @@ class RLTrainer:
         self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
         self.publisher = publisher_of(ctx, world)
+        self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
 
@@ -124,6 +126,8 @@ class RLTrainer:
                 pass
             return time.perf_counter() - started
         self.await_announced()
+        if self.holds:
+            self.publisher.acknowledge()  # the version before: till now an engine that was restarted could fetch it
 
         def announce(update_info: dict[str, Any]) -> None:
             self.announced = self.poster.submit(self.announce, version, update_info)
@@ -132,11 +136,12 @@ class RLTrainer:
         return time.perf_counter() - started
 
     def announce(self, version: int, update_info: dict[str, Any]) -> None:
-        assert self.publisher is not None
         payload = {"version": version, "update_info": update_info}
         self.client.post("/train/weights", payload, self.config.weight_transport.timeout_s)
         self.client.wait_for_version(version)
-        self.publisher.acknowledge()
+        if not self.holds:
+            assert self.publisher is not None
+            self.publisher.acknowledge()
 
     def check_neighbours(self) -> None:
         """While waiting for a batch: show life, and notice when the weights could not be delivered."""

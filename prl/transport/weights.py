@@ -40,7 +40,7 @@ class Publisher(Protocol):
         """Deliver one version, or hold it ready, and announce the update_info that engines need for it."""
 
     def acknowledge(self) -> None:
-        """Called once every engine has loaded the version last published."""
+        """Called when no engine needs the version last published any more."""
 
 
 def make_publisher(config: WeightTransportConfig, weights_dir: Path, run_token: str, address: str) -> Publisher:
@@ -124,12 +124,13 @@ class FilesystemPublisher:
         (partial / "manifest.json").write_text(json.dumps(manifest))
         final = self.dir / f"step_{version}"
         partial.rename(final)
-        announce({"type": "filesystem", "path": str(final), "version": version})
-
-    def acknowledge(self) -> None:
         versions = sorted(self.dir.glob("step_*[0-9]"), key=lambda p: int(p.name.split("_")[1]))
         for old in versions[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
+        announce({"type": "filesystem", "path": str(final), "version": version})
+
+    def acknowledge(self) -> None:
+        """The newest versions are kept."""
 
 
 def _manifest(path: Path) -> list[tuple[Path, int]]:
@@ -162,17 +163,20 @@ def _receive_files(path: Path, verify: bool) -> Iterator[tuple[str, Tensor]]:
 class SharedMemoryPublisher:
     """One segment of POSIX shared memory per version.
 
-    Its name is unlinked as soon as every engine has acknowledged, so memory lives only as long as somebody maps it. A
-    name left by a killed run is the root's to remove (it knows the run token).
+    Its name is unlinked when the version is acknowledged, so memory lives only as long as somebody maps it. A name
+    left by a killed run is the root's to remove (it knows the run token).
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        path.unlink(missing_ok=True)
+        self.prefix = path
+        self.path: Path | None = None  # of the version that is held
 
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
         named = [(name, t.detach().cpu()) for name, t in tensors]
         entries, size = layout_of(named)
+        self.acknowledge()
+        # a name of its own, so that a late engine finds its version or none
+        self.path = self.prefix.with_name(f"{self.prefix.name}-{version}")
         self.path.unlink(missing_ok=True)
         with open(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b") as file:
             try:
@@ -200,7 +204,8 @@ class SharedMemoryPublisher:
         )
 
     def acknowledge(self) -> None:
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _map_shared(update_info: dict[str, Any], verify: bool) -> mmap.mmap:

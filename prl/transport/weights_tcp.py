@@ -51,7 +51,7 @@ class WeightServer(socketserver.ThreadingTCPServer):
 
 
 class TcpPublisher:
-    """Holds the version that engines are fetching; once all have it, nothing."""
+    """Holds the version last published until it is acknowledged."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self.address = address

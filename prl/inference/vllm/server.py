@@ -20,7 +20,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import AsyncEngineArgs, AsyncLLMEngine
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
@@ -56,7 +56,7 @@ async def serve(ctx: ChildContext) -> None:
     engine = start_engine(args)
     try:
         await name_first_weights(engine, FIRST_VERSION)
-        app = Guard(await make_app(engine, args), server_keys(config, ctx.token))
+        app = Guard(await make_app(engine, args), server_keys(config, ctx.token), has_weights=ctx.restarts == 0)
         assert ctx.listen_socket is not None
         async with serving(app, ctx.listen_socket) as server:
             ctx.ready()
@@ -135,21 +135,34 @@ async def make_app(engine: AsyncLLMEngine, args: Namespace) -> FastAPI:
 
 
 class Guard:
-    """The application behind our keys: 401 for who is not let in. vLLM's own api_key leaves control routes open."""
+    """The application behind our keys: 401 for who is not let in. vLLM's own api_key leaves control routes open.
 
-    def __init__(self, app: ASGIApp, keys: list[bytes]) -> None:
-        self.app, self.keys = app, keys
+    After a restart (`has_weights` False) nothing is generated before the first update: 503.
+    """
+
+    def __init__(self, app: ASGIApp, keys: list[bytes], *, has_weights: bool) -> None:
+        self.app, self.keys, self.has_weights = app, keys, has_weights
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         authorization, origin, host = headers.get("authorization", ""), headers.get("origin"), headers.get("host", "")
-        reason = refusal(self.keys, scope["path"], authorization, origin, host)
-        if reason is None:
+        if reason := refusal(self.keys, scope["path"], authorization, origin, host):
+            error = {"message": reason, "type": "AuthenticationError", "code": 401}
+            return await JSONResponse({"error": error}, status_code=401)(scope, receive, send)
+        if self.has_weights:
             return await self.app(scope, receive, send)
-        error = {"message": reason, "type": "AuthenticationError", "code": 401}
-        await JSONResponse({"error": error}, status_code=401)(scope, receive, send)
+        if scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/inference/")):
+            error = {"message": "no weights since a restart", "type": "ServiceUnavailableError", "code": 503}
+            return await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
+
+        async def answer(message: Message) -> None:
+            if scope["path"] == "/finish_weight_update" and message.get("status") == 200:
+                self.has_weights = True
+            await send(message)
+
+        await self.app(scope, receive, answer)
 
 
 class Server(uvicorn.Server):

@@ -1,0 +1,48 @@
+"""Which children are started again when they die. Environments run other people's code; engines hold nothing that the
+trainer could not give them anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prl.config.schema import RunConfig
+
+MAX_RESTARTS = 3  # per run: of all environments, and of all engines
+
+
+def why_final(config: RunConfig, role: str) -> str | None:
+    """Why a child of this role is never started again; None if it may be."""
+    if role == "env":
+        return None
+    if role != "inference":
+        return "only environments and engines are started again"
+    if config.job != "rl":
+        return "an engine that serves people is started again by them"
+    if config.weight_transport.type in ("nccl", "ipc"):
+        return f"weight_transport={config.weight_transport.type} cannot take in a new engine"
+    if config.deployment.type == "colocated":
+        return "a colocated engine takes turns with the trainer, and a new one would not know whose turn it is"
+    if config.algo.max_off_policy_steps == 0:
+        return "in a synchronous run a new engine would compute other batches, and the run could not be repeated"
+    return None
+
+
+class Restarts:
+    """Those of one run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.counts: Counter[str] = Counter()  # by role
+        self.last: dict[str, str] = {}  # child -> class of its last failure
+
+    def grant(self, name: str, role: str, was_ready: bool, kind: str) -> bool:
+        """Whether the child may be started again after a failure of class `kind`; counted if so."""
+        again = kind == "oom" and self.last.get(name) == "oom"  # it would only do it once more
+        if why_final(self.config, role) or not was_ready or kind == "config" or again:
+            return False
+        if self.counts[role] >= MAX_RESTARTS:
+            return False
+        self.counts[role] += 1
+        self.last[name] = kind
+        return True
