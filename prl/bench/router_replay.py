@@ -27,13 +27,13 @@ from prl.envs.reverse_text import ReverseText
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import load_engine, pick_device
-from prl.inference.vllm.arguments import cpu_arguments
 from prl.models.attention import packed_attention
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import check_card, load_model, resolve_model_path
 from prl.models.moe import RoutingRecorder
 from prl.models.qwen3 import Qwen3Model
 from prl.models.tokenizer import load_tokenizer
+from prl.planning.vllm_arguments import cpu_arguments
 from prl.trainer.head import logprob_head
 from prl.trainer.losses import mismatch_kl
 
@@ -79,7 +79,7 @@ def sample_vllm(config: RunConfig, path: Path, prompts: list[list[int]]) -> list
     import vllm
     from vllm.platforms import current_platform
 
-    arguments = cpu_arguments(config) if current_platform.is_cpu() else {"enforce_eager": True}
+    arguments = cpu_arguments(config, tp=1) if current_platform.is_cpu() else {"enforce_eager": True}
     llm = vllm.LLM(
         model=str(path),
         dtype=config.model.dtype,

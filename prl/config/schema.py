@@ -189,6 +189,33 @@ class SamplingConfig(Group):
     stop_token_ids: tuple[int, ...] = ()
 
 
+class EngineGroupConfig(Group):
+    """What prefill or decode engines have otherwise than the rest of `inference` says; vllm and env add to it."""
+
+    tp: Positive | None = None
+    dp: Positive | None = None
+    all2all_backend: str | None = None
+    vllm: dict[str, Any] = {}
+    env: dict[str, str] = {}
+
+
+class PrefillDecodeConfig(Group):
+    """Prefill and decode on engines of their own; KV goes from one to the other by NIXL."""
+
+    num_prefill_gpus: NonNegative = 0  # of the inference devices, the first ones; 0: every engine does both
+    prefill: EngineGroupConfig = EngineGroupConfig()
+    decode: EngineGroupConfig = EngineGroupConfig()
+
+
+class KvOffloadConfig(Group):
+    """Where KV that the GPU has no room for goes. native: a pool of each engine's own; mooncake: one of all nodes."""
+
+    type: Literal["none", "native", "mooncake"] = "none"
+    cpu_gib: NonNegativeFloat = 0.0  # native: host memory, GiB for each engine process
+    disk_path: str | None = None  # native: a directory of each node behind the host memory
+    mooncake_config: str | None = None  # mooncake: its JSON file, as MOONCAKE_CONFIG_PATH
+
+
 class InferenceConfig(Group):
     """Group `inference`: the engine and how it samples."""
 
@@ -204,7 +231,16 @@ class InferenceConfig(Group):
     api_key_var: str | None = None  # name of the environment variable that holds the API key
     tp: Positive = 1  # vllm: devices over which one copy of the model is split
     dp: Positive = 1  # vllm: copies within one engine
+    # who spreads requests over the dp ranks: the engine itself; internal to each node, clients between nodes; clients
+    dp_load_balancing: Literal["internal", "hybrid", "external"] = "internal"
+    expert_parallel: bool = False  # vllm: experts spread over all tp * dp devices of an engine
+    all2all_backend: str | None = None  # vllm: its name for how tokens get to experts, say deepep_low_latency
+    quantization: str | None = None  # vllm: its name for the format of weights in the engine, say fp8
+    deep_gemm: bool | None = None  # vllm: DeepGEMM kernels for FP8; null: as vLLM decides
+    env: dict[str, str] = {}  # vllm: environment variables of its processes
     vllm: dict[str, Any] = {}  # any argument of `vllm serve`, by its name with underscores
+    pd: PrefillDecodeConfig = PrefillDecodeConfig()
+    kv_offload: KvOffloadConfig = KvOffloadConfig()
     # colocated, while the trainer works: 1: KV freed, weights to the host; 2: both dropped; 0: vLLM keeps its memory
     sleep_level: Literal[0, 1, 2] = 1
     request_timeout_s: PositiveFloat = 300.0

@@ -52,6 +52,14 @@ def requested_devices(config: RunConfig) -> int | None:
     return None if deployment.num_train_gpus == "auto" else deployment.num_train_gpus
 
 
+def infer_devices(config: RunConfig) -> int:
+    """Devices of all engines together."""
+    deployment = config.deployment
+    if deployment.type == "multi_node":
+        return deployment.num_infer_nodes * deployment.gpus_per_node
+    return deployment.num_infer_gpus
+
+
 def devices_needed(config: RunConfig) -> int:
     """Devices of all engines and trainer ranks together, on a deployment where each has its own."""
     train = resolve_world(config).size if has_trainers(config) else 0

@@ -64,7 +64,7 @@ class Orchestrator:
     async def run(self) -> None:
         ctx, config = self.ctx, self.config
         renderer = await asyncio.to_thread(self._load_renderer)
-        urls = [ctx.endpoints[role.name] for role in ctx.plan.roles_of("inference")]
+        urls = [ctx.endpoints[role.name] for role in ctx.plan.servers()]
         self.engines = EnginePool(urls, config.inference, ctx.token)
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.token) for name in config.env.mix}
         background = [asyncio.create_task(env.serve()) for env in self.envs.values()]
@@ -94,7 +94,7 @@ class Orchestrator:
 
     async def _follow_engines(self) -> None:
         """Bring back engines that the supervisor starts again."""
-        names = [role.name for role in self.ctx.plan.roles_of("inference")]
+        names = [role.name for role in self.ctx.plan.servers()]
         try:
             await follow_restarts(self.ctx.run_dir, names, self.engines, self.config.deployment.start_timeout_s)
         except Exception as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_trainers, spans_nodes
-from prl.planning.run_plan import RoleName, RolePlan
+from prl.config.world import has_engines, has_trainers, infer_devices, spans_nodes
+from prl.planning.run_plan import EnginePlan, RoleName, RolePlan
 
 
 def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
@@ -16,9 +19,7 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
     deployment = config.deployment
     if not has_engines(config):
         return _trainers(config, train_world, first_device=0, first_node=0)
-    multi_node = deployment.type == "multi_node"
-    num_engines = deployment.num_infer_nodes * deployment.gpus_per_node if multi_node else deployment.num_infer_gpus
-    engines = _engines(config, num_engines)
+    engines = _engines(config)
     if not has_trainers(config):
         return engines
     if spans_nodes(config):  # no node has both
@@ -29,13 +30,41 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
     return (*engines, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
 
 
-def _engines(config: RunConfig, count: int) -> tuple[RolePlan, ...]:
-    """Engines over `count` devices: tp * dp neighbours each, which is one for the built-in engine."""
-    slots = _slots(config, count, first_device=0, first_node=0)
-    width = config.inference.tp * config.inference.dp
-    return tuple(
-        _device_role("inference", rank, count // width, *slots[rank * width], width) for rank in range(count // width)
-    )
+def _engines(config: RunConfig) -> tuple[RolePlan, ...]:
+    """Processes of all engines, prefill first. Each sits on neighbouring devices: one for the built-in engine."""
+    slots = _slots(config, infer_devices(config), first_device=0, first_node=0)
+    world = sum(group.num_engines * len(engine_shares(config, group)) for group in engine_groups(config))
+    roles: list[RolePlan] = []
+    index = used = 0
+    for group in engine_groups(config):
+        for _ in range(group.num_engines):
+            head = f"inference/{len(roles)}"
+            for share in engine_shares(config, group):
+                width = group.tp * share.dp_local
+                engine = EnginePlan(
+                    index=index,
+                    kind=group.kind,
+                    tp=group.tp,
+                    dp=group.dp,
+                    start_rank=share.start_rank,
+                    dp_local=share.dp_local,
+                    serves=share.serves,
+                    head=head,
+                )
+                roles.append(_device_role("inference", len(roles), world, *slots[used], width, engine))
+                used += width
+            index += 1
+    return _number_on_nodes(roles)
+
+
+def _number_on_nodes(roles: list[RolePlan]) -> tuple[RolePlan, ...]:
+    """`local_rank` by position among those of the same node."""
+    seen: Counter[int] = Counter()
+    numbered = []
+    for role in roles:
+        numbered.append(role.model_copy(update={"local_rank": seen[role.node]}))
+        seen[role.node] += 1
+    return tuple(numbered)
 
 
 def _trainers(config: RunConfig, world: int, first_device: int, first_node: int) -> tuple[RolePlan, ...]:
@@ -57,9 +86,10 @@ def _slots(config: RunConfig, count: int, first_device: int, first_node: int) ->
     return [(first_node + i // per_node, i % per_node) for i in range(count)]
 
 
-def _device_role(role: RoleName, rank: int, world: int, node: int, device: int, width: int = 1) -> RolePlan:
-    """A process on `width` devices from `device` on; `local_rank` is its position among those of its role and node."""
-    local_rank = device // width if role == "inference" or node > 0 else rank
+def _device_role(
+    role: RoleName, rank: int, world: int, node: int, device: int, width: int = 1, engine: EnginePlan | None = None
+) -> RolePlan:
+    """A process on `width` devices from `device` on."""
     return RolePlan(
         role=role,
         index=rank,
@@ -67,8 +97,9 @@ def _device_role(role: RoleName, rank: int, world: int, node: int, device: int, 
         node=node,
         devices=tuple(range(device, device + width)),
         rank=rank,
-        local_rank=local_rank,
+        local_rank=device if node > 0 else rank,
         world_size=world,
+        engine=engine,
     )
 
 

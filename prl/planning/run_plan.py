@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from prl.config.engines import EngineKind
 from prl.config.point import point_id
 from prl.config.schema import CkptConfig, LoraConfig, RunConfig
 from prl.config.world import resolve_world
@@ -20,6 +21,22 @@ RoleName = Literal["inference", "orchestrator", "trainer", "env"]
 
 class Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EnginePlan(Frozen):
+    """What an inference process is of which engine: data-parallel ranks start_rank to start_rank + dp_local of dp.
+
+    `head` is the process whose node the others of its engine meet at. Only who `serves` answers HTTP.
+    """
+
+    index: int
+    kind: EngineKind
+    tp: int
+    dp: int
+    start_rank: int
+    dp_local: int
+    serves: bool
+    head: str
 
 
 class RolePlan(Frozen):
@@ -36,6 +53,7 @@ class RolePlan(Frozen):
     rank: int
     local_rank: int
     world_size: int
+    engine: EnginePlan | None = None  # of inference processes
 
 
 class MeshPlan(Frozen):
@@ -65,6 +83,10 @@ class RunPlan(Frozen):
     num_nodes: int
     gpus_per_node: int
     roles: tuple[RolePlan, ...]
+
+    def servers(self) -> tuple[RolePlan, ...]:
+        """Inference processes that answer HTTP."""
+        return tuple(role for role in self.roles if role.engine is not None and role.engine.serves)
 
     def roles_of(self, role: RoleName) -> tuple[RolePlan, ...]:
         return tuple(plan for plan in self.roles if plan.role == role)

@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan
+from prl.planning.vllm_arguments import engine_environment
 from prl.runtime.ports import LOOPBACK
 from prl.runtime.reaper import MARKER
 
@@ -32,6 +33,8 @@ def child_environment(plan: RunPlan, role: RolePlan | None, marker: str, address
     variables = dict.fromkeys(THREAD_VARIABLES, str(threads))
     variables |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", MARKER: marker}
     variables["CUDA_VISIBLE_DEVICES"] = visible_devices(plan, role)
+    if role is not None and role.engine is not None:
+        variables |= engine_environment(plan.config, role.engine)
     interface = None if address is None or GLOO_INTERFACE in os.environ else interface_of(address)
     if interface is not None:
         variables[GLOO_INTERFACE] = interface

@@ -7,7 +7,8 @@ import socket
 from dataclasses import dataclass, field
 
 from prl.config.errors import UserError
-from prl.planning.run_plan import RunPlan
+from prl.planning.run_plan import EnginePlan, RolePlan, RunPlan
+from prl.planning.vllm_arguments import kv_side_channel, meeting_point
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"  # of the trainer ranks; its socket goes to trainer/0
@@ -20,6 +21,7 @@ class Leases:
 
     sockets: dict[str, socket.socket] = field(default_factory=dict)
     endpoints: dict[str, str] = field(default_factory=dict)
+    reserved: list[socket.socket] = field(default_factory=list)  # bound only, for what children bind by themselves
 
     def socket_for(self, role_name: str) -> socket.socket | None:
         return self.sockets.get(RENDEZVOUS if role_name == "trainer/0" else role_name)
@@ -31,9 +33,10 @@ class Leases:
             self.sockets.pop(name).close()
 
     def close(self) -> None:
-        for leased in self.sockets.values():
+        for leased in (*self.sockets.values(), *self.reserved):
             leased.close()
         self.sockets.clear()
+        self.reserved.clear()
 
 
 def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Leases:
@@ -54,6 +57,10 @@ def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Lea
                 leased = leases.sockets[RENDEZVOUS] = _bind(own, 0)
                 leases.endpoints[RENDEZVOUS] = f"{own}:{leased.getsockname()[1]}"
             continue
+        if role.engine is not None:
+            _reserve_for_engine(leases, role, role.engine, own)
+            if not role.engine.serves:
+                continue
         host, port = (inference.host, inference.port) if role.role == "inference" else (own, 0)
         if address is not None and host == LOOPBACK:  # the default, which the others could not reach
             host = address
@@ -61,6 +68,48 @@ def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Lea
         reachable = own if host in ("0.0.0.0", "") else host
         leases.endpoints[role.name] = f"http://{reachable}:{leased.getsockname()[1]}"
     return leases
+
+
+def _reserve_for_engine(leases: Leases, role: RolePlan, engine: EnginePlan, own: str) -> None:
+    """Ports that vLLM binds by itself later: held here until then, without listening, which lets it in.
+
+    ZeroMQ sets SO_REUSEADDR; with it on both sides, Linux refuses a second socket only where one listens.
+    """
+    names = [] if engine.serves else [(role.name, 1)]
+    if engine.head == role.name and engine.dp_local < engine.dp:
+        names.append((meeting_point(role.name), 1))
+    if engine.kind != "both":
+        names.append((kv_side_channel(role.name), engine.dp_local))
+    for name, count in names:
+        reserved = _reserve(own, count)
+        leases.endpoints[name] = f"{own}:{reserved[0].getsockname()[1]}"
+        leases.reserved += reserved
+
+
+def _reserve(host: str, count: int) -> list[socket.socket]:
+    """Sockets bound to `count` consecutive ports."""
+    while True:
+        first = _reusable(host, 0)
+        port = first.getsockname()[1]
+        held = [first]
+        try:
+            held += [_reusable(host, port + i) for i in range(1, count)]
+        except (OSError, OverflowError):  # one is taken, or beyond the last
+            for taken in held:
+                taken.close()
+        else:
+            return held
+
+
+def _reusable(host: str, port: int) -> socket.socket:
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -287,7 +287,7 @@ class Supervisor:
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
             self.status.update(state="running", began=True, **self._snapshot())
             if self.plan.config.job == "inference":
-                urls = ", ".join(self.endpoints[role.name] for role in self.plan.roles_of("inference"))
+                urls = ", ".join(self.endpoints[role.name] for role in self.plan.servers())
                 self.home.progress.note(f"serving {self.plan.config.model.name} at {urls}; Ctrl-C stops")
         else:
             self.status.update(**self._snapshot())

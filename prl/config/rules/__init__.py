@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prl.config.availability import not_available
 from prl.config.errors import UserError
-from prl.config.rules import bench, deployment, memory, model, parallelism, rl, sft, vllm
+from prl.config.rules import bench, deployment, engines, memory, model, parallelism, rl, sft, vllm
 from prl.config.rules.rule import Rule
 from prl.config.schema import RunConfig
 from prl.config.world import has_trainers
@@ -20,7 +20,11 @@ COMMON_RULES: tuple[Rule, ...] = (
     vllm.sleeping_fits_the_engine,
     vllm.routed_experts_are_cached,
     vllm.vllm_arguments_are_free,
-    vllm.engines_fill_their_devices,
+    engines.engines_fill_their_devices,
+    engines.ranks_are_served_apart_only_with_experts,
+    engines.experts_can_be_spread,
+    engines.prefill_and_decode_apart_fit,
+    engines.offloaded_kv_has_a_place,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     model.fp8_fits_the_model,

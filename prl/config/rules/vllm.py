@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
-from prl.config.schema import RunConfig
-from prl.config.world import has_engines
+from prl.config.schema import Group, InferenceConfig, RunConfig
 
 # arguments of `vllm serve` that have a key of their own, and that key
 OWN_KEYS = {
@@ -20,6 +19,13 @@ OWN_KEYS = {
     "enable_return_routed_experts": "inference.return_routed_experts",
     "tensor_parallel_size": "inference.tp",
     "data_parallel_size": "inference.dp",
+    "data_parallel_hybrid_lb": "inference.dp_load_balancing",
+    "data_parallel_external_lb": "inference.dp_load_balancing",
+    "enable_expert_parallel": "inference.expert_parallel",
+    "all2all_backend": "inference.all2all_backend",
+    "quantization": "inference.quantization",
+    "kv_offloading_size": "inference.kv_offload.cpu_gib",
+    "kv_offloading_backend": "inference.kv_offload.type",
     "host": "inference.host",
     "port": "inference.port",
     "api_key": "inference.api_key_var",
@@ -28,7 +34,14 @@ OWN_KEYS = {
 # arguments without which a run does not work, or whose work the run does itself
 OF_THE_RUN = (
     *("weight_transfer_config", "logprobs_mode", "enable_scale_out", "enable_server_load_tracking"),
-    *("uds", "config", "headless", "grpc", "api_server_count"),
+    *("uds", "config", "headless", "grpc", "api_server_count", "nnodes", "node_rank", "master_addr", "master_port"),
+    *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank"),
+    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_multi_port_external_lb"),
+)
+# keys of inference that mean nothing to the built-in engine
+OF_VLLM = (
+    *("tp", "dp", "dp_load_balancing", "expert_parallel", "all2all_backend", "quantization", "deep_gemm"),
+    *("env", "vllm", "pd", "kv_offload"),
 )
 
 
@@ -36,13 +49,16 @@ def vllm_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
     inference = config.inference
     if inference.engine == "vllm":
         return
-    for key, value, usual in (("tp", inference.tp, 1), ("dp", inference.dp, 1), ("vllm", inference.vllm, {})):
-        if value != usual:
+    usual = InferenceConfig()
+    for key in OF_VLLM:
+        value, default = getattr(inference, key), getattr(usual, key)
+        if value != default:
+            shown = value.model_dump(exclude_defaults=True) if isinstance(value, Group) else value
             yield UserError(
                 f"inference.{key} has no effect.",
-                where=f"inference.engine={inference.engine}, inference.{key}={value}",
+                where=f"inference.engine={inference.engine}, inference.{key}={shown}",
                 why="the built-in engine sits on one device and has no arguments of vLLM",
-                fix=f"inference=vllm, or inference.{key}={usual}",
+                fix=f"inference=vllm, or leave inference.{key} out",
             )
 
 
@@ -67,33 +83,28 @@ def routed_experts_are_cached(config: RunConfig) -> Iterator[UserError]:
 
 
 def vllm_arguments_are_free(config: RunConfig) -> Iterator[UserError]:
-    for name in config.inference.vllm:
+    pd = config.inference.pd
+    groups = {"": config.inference.vllm, "pd.prefill.": pd.prefill.vllm, "pd.decode.": pd.decode.vllm}
+    for where, name in ((where, name) for where, arguments in groups.items() for name in arguments):
+        key = f"inference.{where}vllm.{name}"
         if name in OWN_KEYS:
             yield UserError(
                 f"vLLM's {name} has a key of its own here.",
-                where=f"inference.vllm.{name}",
+                where=key,
                 why="what it says must hold for the orchestrator and the plan, too",
-                fix=f"set {OWN_KEYS[name]} and remove inference.vllm.{name}",
+                fix=f"set {OWN_KEYS[name]} and remove {key}",
             )
         elif name in OF_THE_RUN or not name.isidentifier():
             yield UserError(
                 f"vLLM's {name} is not yours to set.",
-                where=f"inference.vllm.{name}",
+                where=key,
                 why="the run depends on the value that it gives it" if name in OF_THE_RUN else "names are words with _",
-                fix=f"remove inference.vllm.{name}",
+                fix=f"remove {key}",
             )
-
-
-def engines_fill_their_devices(config: RunConfig) -> Iterator[UserError]:
-    inference, deployment = config.inference, config.deployment
-    width = inference.tp * inference.dp
-    by_node = deployment.type == "multi_node" or deployment.num_infer_gpus > deployment.gpus_per_node
-    key = "gpus_per_node" if by_node else "num_infer_gpus"
-    devices = deployment.gpus_per_node if by_node else deployment.num_infer_gpus
-    if has_engines(config) and devices % width:
-        yield UserError(
-            f"Engines of {width} devices do not fill {devices}.",
-            where=f"inference.tp={inference.tp}, inference.dp={inference.dp}, deployment.{key}={devices}",
-            why="each engine takes tp * dp devices of one node",
-            fix=f"deployment.{key}={-(-devices // width) * width}, or inference.tp=1 inference.dp=1",
-        )
+        elif name == "kv_transfer_config" and (pd.num_prefill_gpus or config.inference.kv_offload.type != "none"):
+            yield UserError(
+                "Two places say how KV travels.",
+                where=f"{key}, inference.pd, inference.kv_offload",
+                why="prefill and decode apart, and offloading, are connectors of kv_transfer_config",
+                fix=f"remove {key}, or inference.pd.num_prefill_gpus=0 inference.kv_offload.type=none",
+            )

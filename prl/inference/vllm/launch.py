@@ -8,8 +8,8 @@ from importlib.metadata import entry_points
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.inference.vllm.plugin import BACKEND
 from prl.inference.vllm.versions import SUPPORTED, installed_version, is_old
+from prl.planning.vllm_arguments import BACKEND, address_environment
 from prl.runtime.child import ChildContext
 
 INSTALL = (
@@ -23,6 +23,7 @@ def launch(ctx: ChildContext) -> None:
     require_vllm()
     refuse_unsafe_sleep(ctx.plan.config)
     set_environment(ctx.plan.config)
+    os.environ.update(address_environment(ctx.role, ctx.endpoints))
     try:
         server = importlib.import_module("prl.inference.vllm.server")
     except (ImportError, RuntimeError, OSError) as error:  # what broken installations of compiled packages raise

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 
 from prl.inference.vllm.versions import transfer_engine
-
-BACKEND = "prl"  # weight_transfer_config.backend
+from prl.planning.vllm_arguments import BACKEND
 
 
 def register() -> None:

@@ -11,6 +11,8 @@ import contextlib
 import io
 import logging
 import socket
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +30,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from prl.config.errors import UserError
 from prl.inference.guard import refusal, server_keys
-from prl.inference.vllm.arguments import server_arguments, to_argv
-from prl.inference.vllm.versions import name_first_weights, server_parts
+from prl.inference.vllm.versions import is_old, name_first_weights, run_headless, server_parts
 from prl.models.checkpoint import check_card, resolve_model_path
+from prl.planning.vllm_arguments import server_arguments, to_argv
 from prl.runtime.child import ChildContext
 
 build_app, init_app_state, make_arg_parser, validate_parsed_serve_args = server_parts()
@@ -38,21 +40,49 @@ log = logging.getLogger("prl.inference")
 
 FIRST_VERSION = "0"  # of the weights that an engine starts with
 POLL_S = 0.05
+BEAT_S = 1.0
 STOP_TIMEOUT_S = 2.0  # for the engine's processes, which have nothing to save
 
 
 def main(ctx: ChildContext) -> None:
     """Serve until asked to stop. Raises UserError for arguments that vLLM refuses, and what the engine died of."""
-    uvloop.run(serve(ctx))
+    args = prepare(ctx)
+    if args.headless:
+        compute(ctx, args)
+    else:
+        uvloop.run(serve(ctx, args))
 
 
-async def serve(ctx: ChildContext) -> None:
+def prepare(ctx: ChildContext) -> Namespace:
+    """The arguments, parsed, and everything that they presuppose made sure of."""
     config = ctx.plan.config
     check_platform(config.deployment.device)
     check_capture(config.inference.return_routed_experts)
     path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
     check_card(path, config.model.card)
-    args = parse_arguments(server_arguments(config, path, current_platform.is_cpu()))
+    on_cpu = current_platform.is_cpu()
+    return parse_arguments(server_arguments(config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old()))
+
+
+def compute(ctx: ChildContext, args: Namespace) -> None:
+    """The ranks of an engine that another process serves: no HTTP. Signs of life follow from vLLM's own watch over its
+    processes, which ends when one does; whether they still answer is asked by who serves.
+    """
+    beats = threading.Thread(target=beat_on, args=[ctx], daemon=True)
+    ctx.ready()  # the engine's server is only when these are
+    beats.start()
+    with contextlib.suppress(SystemExit):  # vLLM's own answer to SIGTERM, after it has ended its processes
+        run_headless(args)
+
+
+def beat_on(ctx: ChildContext) -> None:
+    while True:
+        ctx.beat()
+        time.sleep(BEAT_S)
+
+
+async def serve(ctx: ChildContext, args: Namespace) -> None:
+    config = ctx.plan.config
     engine = start_engine(args)
     try:
         await name_first_weights(engine, FIRST_VERSION)

@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from vllm import AsyncLLMEngine
 
 SUPPORTED = ("0.23.", "0.32.")  # with torch 2.11, and with torch 2.13
@@ -42,6 +44,14 @@ def server_parts() -> tuple[Any, Any, Any, Any]:
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     return build_app, init_app_state, make_arg_parser, validate_parsed_serve_args
+
+
+def run_headless(args: Namespace) -> None:
+    """`vllm serve --headless`: the processes of some ranks, until one ends or SIGTERM comes (SystemExit)."""
+    from vllm.entrypoints.cli.serve import run_headless as run
+
+    args.api_server_count = 0  # as the command line leaves it
+    run(args)
 
 
 async def name_first_weights(engine: AsyncLLMEngine, name: str) -> None:

@@ -1,0 +1,76 @@
+"""Inference engines as the configuration asks for them: groups of alike ones, and the processes of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prl.config.schema import EngineGroupConfig, RunConfig
+from prl.config.world import infer_devices, spans_nodes
+
+EngineKind = Literal["both", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines of one kind. Each is a copy of the model for `dp` ranks of `tp` devices."""
+
+    kind: EngineKind
+    devices: int  # of all engines of the group
+    tp: int
+    dp: int
+    own: EngineGroupConfig
+
+    @property
+    def width(self) -> int:
+        """Devices of one engine."""
+        return self.tp * self.dp
+
+    @property
+    def num_engines(self) -> int:
+        return self.devices // self.width
+
+
+@dataclass(frozen=True)
+class EngineShare:
+    """What one process has of an engine: data-parallel ranks `start_rank` to `start_rank + dp_local`."""
+
+    start_rank: int
+    dp_local: int
+    serves: bool  # HTTP; else it only computes, and the engine's first process speaks for it
+
+
+def engine_groups(config: RunConfig) -> tuple[EngineGroup, ...]:
+    """In the order of their devices: prefill first, when prefill and decode are apart."""
+    inference, devices = config.inference, infer_devices(config)
+    prefill = inference.pd.num_prefill_gpus
+    if prefill == 0:
+        return (EngineGroup("both", devices, inference.tp, inference.dp, EngineGroupConfig()),)
+    return (_group(config, "prefill", prefill), _group(config, "decode", devices - prefill))
+
+
+def _group(config: RunConfig, kind: Literal["prefill", "decode"], devices: int) -> EngineGroup:
+    inference = config.inference
+    own = inference.pd.prefill if kind == "prefill" else inference.pd.decode
+    return EngineGroup(kind, devices, own.tp or inference.tp, own.dp or inference.dp, own)
+
+
+def engine_shares(config: RunConfig, group: EngineGroup) -> tuple[EngineShare, ...]:
+    """The processes of one engine: one for each node that it spans, or for each rank where each is served by itself."""
+    balancing = config.inference.dp_load_balancing
+    local = group.dp
+    if spans_nodes(config):
+        local = min(group.dp, config.deployment.gpus_per_node // group.tp)
+    if balancing == "external":
+        local = 1
+    starts = range(0, group.dp, local)
+    return tuple(EngineShare(start, local, serves=balancing != "internal" or start == 0) for start in starts)
+
+
+def group_of(config: RunConfig, kind: EngineKind) -> EngineGroup:
+    return next(group for group in engine_groups(config) if group.kind == kind)
+
+
+def vllm_arguments_of(config: RunConfig, kind: EngineKind) -> dict[str, Any]:
+    """`inference.vllm`, and over it what the engine's own kind says."""
+    return config.inference.vllm | group_of(config, kind).own.vllm

@@ -1,0 +1,190 @@
+"""What each of vLLM's processes is given: arguments of `vllm serve` and environment. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prl.config.engines import group_of, vllm_arguments_of
+from prl.config.schema import RunConfig
+from prl.planning.run_plan import EnginePlan, RolePlan
+
+BACKEND = "prl"  # weight_transfer_config.backend, as our plugin registers it
+
+CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPUs
+COLOCATED_MEMORY = 0.5  # of the GPU, for an engine that shares it with a trainer; inference.vllm may say otherwise
+MAX_PREFILL_TOKENS = 8192  # per step, as in the built-in engine
+
+
+def server_arguments(
+    config: RunConfig,
+    role: RolePlan,
+    model_path: str,
+    endpoints: Mapping[str, str],
+    *,
+    on_cpu: bool,
+    old: bool = False,
+) -> dict[str, Any]:
+    """Arguments of one process under vLLM's names; `inference.vllm` comes last and may add or override.
+
+    Args:
+        model_path: the checkpoint directory of the initial weights.
+        endpoints: where an engine of several processes meets, under `meeting_point(head)`.
+        old: for vLLM 0.23.
+    """
+    inference, model, engine = config.inference, config.model, role.engine
+    assert engine is not None
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "served_model_name": [model.name],
+        "dtype": model.dtype if inference.dtype == "auto" else inference.dtype,
+        "seed": config.seed,
+        "max_num_seqs": inference.max_num_seqs,
+        "max_model_len": inference.max_model_len,
+        "enable_prefix_caching": inference.prefix_caching,
+        "enable_return_routed_experts": inference.return_routed_experts,
+        "tensor_parallel_size": engine.tp,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, which the loss needs
+        "weight_transfer_config": {"backend": BACKEND},
+        "enable_server_load_tracking": True,  # /load
+        "disable_uvicorn_access_log": True,
+    }
+    if not old:
+        arguments["enable_scale_out"] = True  # /inference/v1/generate, which 0.23 always serves
+    if model.tokenizer not in (None, "byte"):
+        arguments["tokenizer"] = model.tokenizer
+    if config.deployment.type == "colocated" and not on_cpu:
+        arguments |= {"enable_sleep_mode": inference.sleep_level > 0, "gpu_memory_utilization": COLOCATED_MEMORY}
+    arguments |= data_parallel_arguments(config, engine, endpoints) | expert_arguments(config, engine)
+    if inference.quantization is not None:
+        arguments["quantization"] = inference.quantization
+    if connectors := kv_connectors(config, engine):
+        arguments["kv_transfer_config"] = connectors
+    return arguments | (cpu_arguments(config, engine.tp) if on_cpu else {}) | vllm_arguments_of(config, engine.kind)
+
+
+def meeting_point(role_name: str) -> str:
+    """Endpoint at which the processes of an engine find its head: vLLM's data_parallel_rpc_port."""
+    return f"{role_name}/dp"
+
+
+def kv_side_channel(role_name: str) -> str:
+    """Endpoint at which other engines ask for the KV of this process: the first of dp_local ports."""
+    return f"{role_name}/kv"
+
+
+def data_parallel_arguments(config: RunConfig, engine: EnginePlan, endpoints: Mapping[str, str]) -> dict[str, Any]:
+    """Which ranks of its engine a process has, and where it meets the others."""
+    arguments: dict[str, Any] = {"data_parallel_size": engine.dp}
+    if engine.dp_local == engine.dp:
+        return arguments
+    address, port = endpoints[meeting_point(engine.head)].rsplit(":", 1)
+    arguments |= {"data_parallel_address": address, "data_parallel_rpc_port": int(port)}
+    if config.inference.dp_load_balancing == "external":
+        return arguments | {"data_parallel_rank": engine.start_rank}
+    arguments["data_parallel_size_local"] = engine.dp_local
+    if config.inference.dp_load_balancing == "hybrid":
+        return arguments | {"data_parallel_start_rank": engine.start_rank, "data_parallel_hybrid_lb": True}
+    if not engine.serves:
+        arguments |= {"data_parallel_start_rank": engine.start_rank, "headless": True}
+    return arguments
+
+
+def expert_arguments(config: RunConfig, engine: EnginePlan) -> dict[str, Any]:
+    """Wide EP: experts over all devices of an engine, and how tokens get there."""
+    arguments: dict[str, Any] = {}
+    if config.inference.expert_parallel:
+        arguments["enable_expert_parallel"] = True
+    backend = group_of(config, engine.kind).own.all2all_backend or config.inference.all2all_backend
+    if backend is not None:
+        arguments["all2all_backend"] = backend
+    return arguments
+
+
+def kv_connectors(config: RunConfig, engine: EnginePlan) -> dict[str, Any]:
+    """kv_transfer_config: NIXL between prefill and decode, and where KV is kept beyond the GPU; both if both."""
+    offload = config.inference.kv_offload
+    parts: list[dict[str, Any]] = []
+    if engine.kind != "both":
+        parts.append({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    if offload.type == "native":
+        extra: dict[str, Any] = {"cpu_bytes_to_use": int(offload.cpu_gib * (1 << 30))}
+        if offload.disk_path is not None:
+            tiers = [{"type": "fs", "root_dir": offload.disk_path}]
+            extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers}
+        parts.append({"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra})
+    elif offload.type == "mooncake":
+        parts.append({"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"})
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+    joined = {"connectors": parts}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": joined}
+
+
+def engine_environment(config: RunConfig, engine: EnginePlan) -> dict[str, str]:
+    """Variables that are known before anything starts; `inference.env` comes last and may override."""
+    inference, variables = config.inference, {}
+    if inference.deep_gemm is not None:
+        variables = dict.fromkeys(("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"), str(int(inference.deep_gemm)))
+    if inference.kv_offload.mooncake_config is not None:
+        variables["MOONCAKE_CONFIG_PATH"] = inference.kv_offload.mooncake_config
+    return variables | inference.env | group_of(config, engine.kind).own.env
+
+
+def address_environment(role: RolePlan, endpoints: Mapping[str, str]) -> dict[str, str]:
+    """Variables that name addresses: of this process for its peers, and of its NIXL side channel."""
+    engine, variables = role.engine, {}
+    assert engine is not None
+    if engine.dp_local < engine.dp:
+        variables["VLLM_HOST_IP"] = endpoints[role.name].removeprefix("http://").rsplit(":", 1)[0]
+    if engine.kind != "both":
+        host, port = endpoints[kv_side_channel(role.name)].rsplit(":", 1)
+        variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
+        # vLLM adds the rank among all of its engine
+        variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(int(port) - engine.start_rank)
+    return variables
+
+
+def cpu_arguments(config: RunConfig, tp: int) -> dict[str, Any]:
+    """What vLLM's own defaults get wrong on a CPU that a whole run shares.
+
+    Compiling takes minutes; the KV cache would take most of the machine's memory; and a request with a seed whose
+    prefill is cut in two ends the engine ("CPU Generator does not use offset", vLLM 0.32).
+    """
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": kv_cache_bytes(config, tp),
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, config.inference.max_model_len),
+    }
+
+
+def kv_cache_bytes(config: RunConfig, tp: int) -> int:
+    """Bytes with which max_num_seqs sequences of max_model_len fit one engine of tp ranks, whole blocks each."""
+    inference, card = config.inference, config.model.card
+    name = config.model.dtype if inference.dtype == "auto" else inference.dtype
+    blocks = inference.max_num_seqs * -(-inference.max_model_len // CPU_BLOCK_TOKENS) + 1  # one is vLLM's null block
+    heads = -(-card.num_key_value_heads // tp)
+    token_bytes = 2 * card.num_hidden_layers * heads * card.head_dim * (4 if name == "float32" else 2)
+    return blocks * CPU_BLOCK_TOKENS * token_bytes
+
+
+def to_argv(arguments: dict[str, Any]) -> list[str]:
+    """A command line of `vllm serve`: true and false become --x and --no-x, objects JSON, lists several words."""
+    argv: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            argv += [f"--{flag}", *(_word(item) for item in value)]
+        else:
+            argv.append(f"--{flag}={_word(value)}")
+    return argv
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
