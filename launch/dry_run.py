@@ -13,9 +13,11 @@ from launch.points import Point, PointState, freeze, record_points
 from launch.settings import LauncherSettings
 from launch.slurm import make_batches, write_script
 from launch.slurm_queue import DEFAULT_MAX_ARRAY_SIZE
+from prl.planning.commands import render_commands
 from prl.planning.render import render_plan
 
 ROLES = "roles"  # in a point's directory: what each role is given, for people to read
+COMMANDS = "commands.txt"  # every process with its environment
 SHARED = ("job", "seed", "max_steps", "seq_len", "cache_dir", "logging", "debug")
 SECTIONS = {  # role -> the parts of the configuration that it reads, beside those that all do
     "inference": ("model", "inference", "deployment", "weight_transport"),
@@ -47,6 +49,8 @@ def show(
             freeze(point)
             configs = role_configs(point)
             write_roles(point, configs)
+            (point.path / ROLES / COMMANDS).write_text(render_commands(point.plan))
+            print(f"commands: {point.path / ROLES / COMMANDS}")
             print_roles(point, configs, first)
             first = first or configs
             print(f"by hand: python -m prl.runtime.agent {point.path}")

@@ -1,4 +1,7 @@
-"""`python -m prl.plan [--json] [overrides]`: the layout of a run; nothing starts. `-cn sft` plans another job."""
+"""`python -m prl.plan [--json|--commands] [overrides]`: the layout of a run; nothing starts. `-cn sft`: another job.
+
+--commands prints every process of every node with its environment, and what vLLM is given in it.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,20 @@ def show_json(config: RunConfig) -> int:
     return 0
 
 
+def show_commands(config: RunConfig) -> int:
+    from prl.planning import make_plan
+    from prl.planning.commands import render_commands
+
+    print(render_commands(make_plan(config)), end="")
+    return 0
+
+
 def main() -> None:
-    """`--json` is ours and Hydra's parser does not know it, so it is taken away first."""
-    as_json = "--json" in sys.argv
-    sys.argv = [arg for arg in sys.argv if arg != "--json"]
-    run_app(show_json if as_json else show_table, "rl", starts_nothing=True)
+    """Our flags are taken away first, for Hydra's parser does not know them."""
+    ways = {"--json": show_json, "--commands": show_commands}
+    asked = [ways[arg] for arg in sys.argv if arg in ways]
+    sys.argv = [arg for arg in sys.argv if arg not in ways]
+    run_app(asked[-1] if asked else show_table, "rl", starts_nothing=True)
 
 
 if __name__ == "__main__":

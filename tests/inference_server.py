@@ -91,8 +91,12 @@ class HttpClient:
         return self.post("/inference/v1/generate", body)
 
     def metric(self, name: str) -> float:
+        return sum(self.metrics(name).values())
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """By name and labels."""
         lines = [line for line in self.get("/metrics").body.splitlines() if line.startswith(f"vllm:{name}{{")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        return {label: float(value) for label, value in (line.rsplit(" ", 1) for line in lines)}
 
     def until(self, name: str, value: float) -> None:
         """Wait until a metric has a value."""

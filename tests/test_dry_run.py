@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.dry_run import differences
+from launch.dry_run import COMMANDS, differences
 from prl.planning.run_plan import plan_from_json
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -74,7 +74,9 @@ def test_what_a_dry_run_of_two_nodes_prints(tmp_path):
     for path in tmp_path.glob("outputs/sweeps/s/*/plan.json"):
         plan = plan_from_json(path.read_text())
         roles = {role.role for role in plan.roles}
-        assert {file.stem for file in (path.parent / "roles").iterdir()} == roles
+        assert {file.name for file in (path.parent / "roles").iterdir()} == {f"{role}.yaml" for role in roles} | {
+            COMMANDS
+        }
         trainer = yaml.safe_load((path.parent / "roles/trainer.yaml").read_text())
         assert trainer["optim"]["lr"] == 0.002
         assert trainer["parallelism"] == plan.config.parallelism.model_dump(mode="json")

@@ -11,12 +11,20 @@ from runs import run
 
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
+from prl.config.schema import RunConfig
 from prl.inference.vllm import launch, versions
-from prl.inference.vllm.arguments import kv_cache_bytes, server_arguments, to_argv
 from prl.planning.run_plan import make_plan
+from prl.planning.vllm_arguments import kv_cache_bytes, server_arguments, to_argv
 
 ROOT = Path(__file__).parent.parent
 VLLM = "inference=vllm"
+
+
+def arguments_of(config: RunConfig, *, on_cpu: bool) -> dict[str, object]:
+    """Of the first engine process."""
+    return server_arguments(config, make_plan(config).roles[0], "/model", {}, on_cpu=on_cpu)
+
+
 ROUTING = ["inference.return_routed_experts=true"]
 
 
@@ -29,8 +37,8 @@ ROUTING = ["inference.return_routed_experts=true"]
         ([VLLM, "inference.vllm.max-num-seqs=4"], "names are words with _"),
         ([VLLM, "inference.tp=2"], "deployment.num_infer_gpus=2"),
         ([VLLM, "inference.dp=2", "deployment.num_infer_gpus=3"], "deployment.num_infer_gpus=4"),
-        (["inference.tp=2", "deployment.num_infer_gpus=2"], "inference=vllm, or inference.tp=1"),
-        (["inference.vllm.block_size=32"], "inference=vllm, or inference.vllm={}"),
+        (["inference.tp=2", "deployment.num_infer_gpus=2"], "inference=vllm, or leave inference.tp out"),
+        (["inference.vllm.block_size=32"], "inference=vllm, or leave inference.vllm out"),
         (["inference.sleep_level=0"], "inference.sleep_level=1, or inference=vllm"),
         ([VLLM, *ROUTING, "inference.prefix_caching=false"], "inference.prefix_caching=true, or inference=torch"),
         ([VLLM, *ROUTING, "model=tiny_qwen3"], "inference.return_routed_experts=false"),
@@ -47,7 +55,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(overrides: list[str], message
 
 def test_an_engine_that_shares_its_gpu_sleeps_and_takes_half_of_it() -> None:
     def arguments(*overrides: str, on_cpu: bool = False) -> dict[str, object]:
-        return server_arguments(compose([VLLM, *overrides]), Path("model"), on_cpu)
+        return arguments_of(compose([VLLM, *overrides]), on_cpu=on_cpu)
 
     shared = arguments("deployment=colocated")
     assert (shared["enable_sleep_mode"], shared["gpu_memory_utilization"]) == (True, 0.5)
@@ -69,10 +77,10 @@ def test_engines_take_tp_times_dp_devices() -> None:
 def test_any_argument_goes_through_and_the_last_word_is_the_users() -> None:
     given = ["inference.vllm.block_size=32", "inference.vllm.enforce_eager=false",
              "inference.vllm.kv_transfer_config={kv_connector: OffloadingConnector}"]  # fmt: skip
-    arguments = server_arguments(compose([VLLM, *given]), Path("/model"), on_cpu=True)
+    arguments = arguments_of(compose([VLLM, *given]), on_cpu=True)
     assert (arguments["block_size"], arguments["enforce_eager"]) == (32, False)
     assert arguments["kv_transfer_config"] == {"kv_connector": "OffloadingConnector"}
-    on_gpu = server_arguments(compose([VLLM]), Path("/model"), on_cpu=False)
+    on_gpu = arguments_of(compose([VLLM]), on_cpu=False)
     assert not {"enforce_eager", "kv_cache_memory_bytes", "enable_chunked_prefill"} & set(on_gpu)
 
 
@@ -86,7 +94,7 @@ def test_every_key_of_ours_reaches_vllm(key: str, job: str) -> None:
     values = {"max_num_seqs": 7, "max_model_len": 99, "dtype": "bfloat16", "prefix_caching": False, "tp": 4, "dp": 4,
               "return_routed_experts": True}  # fmt: skip
     config = compose([VLLM, f"inference.{key}={values[key]}", "deployment.num_infer_gpus=4"], config_name=job)
-    assert server_arguments(config, Path("/model"), on_cpu=False)[names.get(key, key)] == values[key]
+    assert arguments_of(config, on_cpu=False)[names.get(key, key)] == values[key]
 
 
 def test_arguments_become_a_command_line() -> None:
@@ -103,7 +111,10 @@ def test_the_cpu_cache_holds_what_may_run_at_once(tp: int, dtype: str, expected:
     card = config.model.card
     heads = card.num_key_value_heads
     assert heads == 2
-    assert kv_cache_bytes(config) == 9 * 128 * 2 * card.num_hidden_layers * heads * card.head_dim * expected
+    assert (
+        kv_cache_bytes(config, config.inference.tp)
+        == 9 * 128 * 2 * card.num_hidden_layers * heads * card.head_dim * expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +163,8 @@ def test_each_vllm_has_its_transfer_engine(monkeypatch, installed: str, expected
 
 def test_a_vllm_that_does_not_import_is_a_user_error(monkeypatch) -> None:
     """As with a torchvision that does not match torch."""
-    context = SimpleNamespace(plan=make_plan(compose([VLLM])))
+    plan = make_plan(compose([VLLM]))
+    context = SimpleNamespace(plan=plan, role=plan.roles[0], endpoints={})
 
     def broken(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")

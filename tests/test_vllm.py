@@ -8,23 +8,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import re
-import signal
-import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
 import torch
-from inference_server import TOKEN, HttpClient
 from runs import SMALL, finish, rows, run, start, wait_for_step
-from torch import Tensor
+from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving, trainer_logprobs
 from weight_updates import published
 
 from prl.config import compose
@@ -33,13 +27,11 @@ from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import eos_token_ids
-from prl.models.attention import packed_attention
 from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
-from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.engines import PAUSE, EngineError, EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.runtime.status_file import read_status
-from prl.transport.weights import Publisher, make_publisher
+from prl.transport.weights import make_publisher
 
 pytestmark = [
     pytest.mark.vllm,
@@ -48,114 +40,26 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-T = TypeVar("T")
-KEY_VAR = "PRL_TEST_KEY"
 OVERRIDES = [
-    "inference=vllm", "debug.num_threads=1", f"inference.api_key_var={KEY_VAR}", "inference.max_num_seqs=32",
+    "inference=vllm", "debug.num_threads=1", "inference.max_num_seqs=32",
     "inference.vllm.max_num_batched_tokens=4096",
 ]  # fmt: skip
-PROMPT = [258, *b"hello", 256, 259]
-PLAIN = SamplingConfig()
-START_TIMEOUT_S = 180
-
-
-@dataclass
-class Server:
-    """A running `python -m prl.inference`."""
-
-    process: psutil.Process
-    run_dir: Path
-    config: RunConfig
-    http: HttpClient
-    version: int = 0
-
-    def with_pool(self, work: Callable[[EnginePool], Awaitable[T]]) -> T:
-        """Work with the orchestrator's own client."""
-
-        async def scenario() -> T:
-            pool = EnginePool([f"http://127.0.0.1:{self.http.port}"], self.config.inference, "another")
-            pool.version = self.version
-            try:
-                return await work(pool)
-            finally:
-                await pool.close()
-
-        return asyncio.run(scenario())
-
-    def sample(self, prompt: list[int] = PROMPT, max_tokens: int = 24, salt: str | None = None,
-               sampling: SamplingConfig = PLAIN) -> Generation:  # fmt: skip
-        salt = f"train-{self.version}" if salt is None else salt
-        return self.with_pool(lambda pool: pool.generate(prompt, max_tokens, 3, salt, sampling, "r"))
-
-    def update(self, model: Qwen3Model, publisher: Publisher) -> None:
-        """A whole update, as trainer and orchestrator make it."""
-        info = published(publisher, self.version + 1, hf_tensors(model))
-        self.with_pool(lambda pool: pool.update_weights(self.version + 1, info))
-        publisher.acknowledge()
-        self.version += 1
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    os.environ[KEY_VAR] = TOKEN
     return compose([f"cache_dir={tmp_path_factory.mktemp('cache')}", *OVERRIDES], config_name="inference")
 
 
 @pytest.fixture(scope="module")
 def server(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    where = tmp_path_factory.mktemp("server")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    args = [*OVERRIDES, f"cache_dir={config.cache_dir}", f"inference.port={port}", f"output_dir={where}/run"]
-    process = start(args, where, "prl.inference")
-    server = Server(psutil.Process(process.pid), where / "run", config, HttpClient(port))
-    try:
-        server.with_pool(lambda pool: healthy(pool, process))
+    with serving(OVERRIDES, Path(config.cache_dir), tmp_path_factory.mktemp("server")) as server:
         yield server
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        output = finish(process, 30).output
-        server.http.pool.shutdown(wait=False, cancel_futures=True)
-        print(output)
-
-
-async def healthy(pool: EnginePool, process) -> None:
-    waiting = asyncio.create_task(pool.wait_healthy(START_TIMEOUT_S))
-    while not waiting.done():
-        assert process.poll() is None, process.communicate()[0]
-        await asyncio.wait([waiting], timeout=0.5)
-    await waiting
 
 
 @pytest.fixture(scope="module")
 def path(config: RunConfig) -> Path:
     return resolve_model_path(config.model, Path(config.cache_dir))
-
-
-def other_model(path: Path, config: RunConfig, seed: int) -> Qwen3Model:
-    """Every weight far off those of any other seed."""
-    model = load_model(path, config.model.card, torch.float32, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(torch.randn(param.shape, generator=generator), alpha=0.05)
-    return model
-
-
-@torch.no_grad()
-def trainer_logprobs(model: Qwen3Model, tokens: list[int], temperature: float = 1.0) -> Tensor:
-    """[T, V], of the token that follows each."""
-    length = len(tokens)
-    hidden = model(torch.tensor(tokens), torch.arange(length), packed_attention([length], torch.device("cpu")))
-    return torch.log_softmax(model.logits(hidden) / temperature, dim=-1)
-
-
-def differences(model: Qwen3Model, generation: Generation, prompt: list[int] = PROMPT, **kwargs) -> Tensor:
-    """[completion tokens], |logprob of the engine - logprob of the trainer|."""
-    ids = generation.token_ids
-    ours = trainer_logprobs(model, prompt + ids, **kwargs)[len(prompt) - 1 : -1]
-    return (ours[torch.arange(len(ids)), torch.tensor(ids)] - torch.tensor(generation.logprobs)).abs()
 
 
 # --- the orchestrator's client does not notice ------------------------------------------------------------------------

@@ -22,7 +22,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from prl.config.locate import config_groups, sweeps_dir
 
 SWEEP_OPTION = "+sweep="
-OPEN_NODES = ("inference.vllm.",)  # take keys that conf/ does not list; Hydra alone would ask for a +
+# take keys that conf/ does not list; Hydra alone would ask for a +
+OPEN_NODES = tuple(
+    f"inference.{group}{node}." for group in ("", "pd.prefill.", "pd.decode.") for node in ("vllm", "env")
+)
 
 
 def register() -> None:

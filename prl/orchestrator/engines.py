@@ -7,11 +7,13 @@ import base64
 import contextlib
 import io
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.rollout import Generation
 
@@ -43,9 +45,15 @@ class EnginePool:
     (`readmit`). What it was asked to generate is asked anew of whichever replica is there.
     """
 
-    def __init__(self, urls: list[str], config: InferenceConfig, token: str) -> None:
+    def __init__(
+        self, urls: list[str], config: InferenceConfig, token: str, kinds: Sequence[EngineKind] | None = None
+    ) -> None:
+        """`kinds`: of each replica; None: all prefill and decode by themselves."""
         key = os.environ[config.api_key_var] if config.api_key_var else token
         self.urls, self.config = urls, config
+        kinds = kinds or ["both"] * len(urls)
+        self.prefilling = [index for index, kind in enumerate(kinds) if kind == "prefill"]
+        self.decoding = [index for index, kind in enumerate(kinds) if kind != "prefill"]
         self.session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"},
             connector=aiohttp.TCPConnector(limit=0),
@@ -182,8 +190,10 @@ class EnginePool:
         }
         while True:
             await self.any_serving.wait()
-            index = self._least_busy() if replica is None else replica
             known = self.version
+            if self.prefilling:
+                body["kv_transfer_params"] = await self._prefill(body)
+            index = self._least_busy(self.decoding) if replica is None else replica
             self.in_flight[index] += 1
             try:
                 reply = await self._ask(index, GENERATE, body)
@@ -198,8 +208,23 @@ class EnginePool:
             finally:
                 self.in_flight[index] -= 1
 
-    def _least_busy(self) -> int:
-        serving = [index for index, is_serving in enumerate(self.serving) if is_serving]
+    async def _prefill(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Compute a prompt's KV on a prefill replica. Returns where a decode replica finds it, in vLLM's own terms."""
+        index = self._least_busy(self.prefilling)
+        once = body["sampling_params"] | {"max_tokens": 1}
+        wish = {"do_remote_decode": True, "do_remote_prefill": False}
+        self.in_flight[index] += 1
+        try:
+            reply = await self._ask(index, GENERATE, body | {"sampling_params": once, "kv_transfer_params": wish})
+        finally:
+            self.in_flight[index] -= 1
+        found = reply.get("kv_transfer_params")
+        if not found:
+            raise EngineError(f"{self.urls[index]}{GENERATE}: a prefill engine returned no place of its KV")
+        return found
+
+    def _least_busy(self, among: list[int]) -> int:
+        serving = [index for index in among if self.serving[index]]
         return min(serving, key=self.in_flight.__getitem__)
 
     # --- control, always on all replicas ------------------------------------------------------------------------------

@@ -64,8 +64,10 @@ class Orchestrator:
     async def run(self) -> None:
         ctx, config = self.ctx, self.config
         renderer = await asyncio.to_thread(self._load_renderer)
-        urls = [ctx.endpoints[role.name] for role in ctx.plan.servers()]
-        self.engines = EnginePool(urls, config.inference, ctx.token)
+        servers = ctx.plan.servers()
+        urls = [ctx.endpoints[role.name] for role in servers]
+        kinds = [role.engine.kind for role in servers if role.engine]
+        self.engines = EnginePool(urls, config.inference, ctx.token, kinds)
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.token) for name in config.env.mix}
         background = [asyncio.create_task(env.serve()) for env in self.envs.values()]
         background.append(asyncio.create_task(self._follow_engines()))

@@ -122,6 +122,16 @@ def kv_connectors(config: RunConfig, engine: EnginePlan) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": joined}
 
 
+def vllm_defaults(config: RunConfig) -> dict[str, str]:
+    """What vLLM finds set when it is imported; only the first is not the user's to override."""
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",  # /pause, /update_weights and their like
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": config.logging.level.upper(),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run shares out the cores itself, by OMP_NUM_THREADS
+    }
+
+
 def engine_environment(config: RunConfig, engine: EnginePlan) -> dict[str, str]:
     """Variables that are known before anything starts; `inference.env` comes last and may override."""
     inference, variables = config.inference, {}

@@ -9,6 +9,7 @@ import socket
 import struct
 from pathlib import Path
 
+from prl.planning.commands import computing_processes
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import engine_environment
 from prl.runtime.ports import LOOPBACK
@@ -59,11 +60,7 @@ def num_threads(plan: RunPlan, node: int | None = None) -> int:
     """CPU threads of an inference or trainer child on a node; None: all nodes are this machine."""
     if plan.config.debug.num_threads:
         return plan.config.debug.num_threads
-    engines, ranks = (
-        sum(node in (None, role.node) for role in plan.roles_of(kind)) for kind in ("inference", "trainer")
-    )
-    takes_turns = plan.config.deployment.type == "colocated"
-    return max(1, num_cores() // max(1, max(engines, ranks) if takes_turns else engines + ranks))
+    return max(1, num_cores() // computing_processes(plan, node))
 
 
 def num_cores() -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
 
 MAX_RESTARTS = 3  # per run: of all environments, and of all engines
@@ -23,6 +24,10 @@ def why_final(config: RunConfig, role: str) -> str | None:
         return f"weight_transport={config.weight_transport.type} cannot take in a new engine"
     if config.deployment.type == "colocated":
         return "a colocated engine takes turns with the trainer, and a new one would not know whose turn it is"
+    if config.inference.pd.num_prefill_gpus:
+        return "engines that hand each other KV would wait for what the dead one had"
+    if any(len(engine_shares(config, group)) > 1 for group in engine_groups(config)):
+        return "the processes of one engine live and die together"
     if config.algo.max_off_policy_steps == 0:
         return "in a synchronous run a new engine would compute other batches, and the run could not be repeated"
     return None

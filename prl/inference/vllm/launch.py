@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm.versions import SUPPORTED, installed_version, is_old
-from prl.planning.vllm_arguments import BACKEND, address_environment
+from prl.planning.vllm_arguments import BACKEND, address_environment, vllm_defaults
 from prl.runtime.child import ChildContext
 
 INSTALL = (
@@ -70,15 +70,11 @@ def refuse_unsafe_sleep(config: RunConfig) -> None:
 
 
 def set_environment(config: RunConfig) -> None:
-    """Variables that vLLM reads when it is imported. The last ones give way to what the user has set."""
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # /pause, /update_weights and their like
+    """Variables that vLLM reads when it is imported. All but the first give way to what the user has set."""
+    variables = vllm_defaults(config)
+    os.environ["VLLM_SERVER_DEV_MODE"] = variables["VLLM_SERVER_DEV_MODE"]
     if "VLLM_PLUGINS" in os.environ:
         names = {*os.environ["VLLM_PLUGINS"].split(","), BACKEND}
         os.environ["VLLM_PLUGINS"] = ",".join(sorted(names - {""}))
-    defaults = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": config.logging.level.upper(),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run shares out the cores itself, by OMP_NUM_THREADS
-    }
-    for name, value in defaults.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)

@@ -1,0 +1,92 @@
+"""Several vLLM processes that work on one request or are one engine, for real, on a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving
+
+from prl.config.schema import WeightTransportConfig
+from prl.models.checkpoint import load_model, resolve_model_path
+from prl.models.qwen3 import Qwen3Model
+from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.rollout import Generation
+from prl.transport.weights import make_publisher
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+SMALL = ["inference=vllm", "debug.num_threads=1", "inference.max_num_seqs=8", "deployment.device=cpu",
+         "inference.vllm.max_num_batched_tokens=1024"]  # fmt: skip
+LONG_PROMPT = [*PROMPT[:-1], *range(32, 32 + 90), *range(40, 40 + 60), PROMPT[-1]]  # 157 tokens
+BLOCK_TOKENS = 32
+
+
+def first_model(server: Server) -> tuple[Path, Qwen3Model]:
+    path = resolve_model_path(server.config.model, Path(server.config.cache_dir))
+    return path, load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A prefill and a decode engine; `http` asks the second."""
+    overrides = ["deployment.num_infer_gpus=2", "inference.pd.num_prefill_gpus=1",
+                 f"inference.vllm.block_size={BLOCK_TOKENS}"]  # fmt: skip
+    where = tmp_path_factory.mktemp("apart")
+    with serving([*SMALL, *overrides], where / "cache", where) as server:
+        yield server
+
+
+def test_a_prompt_is_computed_by_one_engine_and_continued_by_another(apart: Server, tmp_path: Path) -> None:
+    """After an update too, and the decode engine computes no more of the prompt than its last, unfilled block."""
+    path, model = first_model(apart)
+    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+    for seed in (None, 11):
+        if seed is not None:
+            model = other_model(path, apart.config, seed)
+            apart.update(model, publisher)
+        received = apart.http.metric("external_prefix_cache_hits_total")
+        generation = apart.sample(LONG_PROMPT, max_tokens=24)
+        assert len(generation.token_ids) == 24
+        assert generation.versions == [apart.version] * 24
+        assert differences(model, generation, LONG_PROMPT).max() < 1e-3
+        got = apart.http.metric("external_prefix_cache_hits_total") - received
+        assert got >= len(LONG_PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS - 1, "the prompt was computed again"
+
+
+@pytest.fixture(scope="module")
+def over_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One engine of two data-parallel ranks, each on a node of its own."""
+    overrides = ["model=tiny_qwen3", "deployment=multi_node", "deployment.gpus_per_node=1",
+                 "deployment.num_infer_nodes=2", "inference.dp=2"]  # fmt: skip
+    where = tmp_path_factory.mktemp("over_nodes")
+    with serving([*SMALL, *overrides], where / "cache", where) as server:
+        yield server
+
+
+def test_an_engine_spans_two_nodes_and_both_get_work_and_weights(over_nodes: Server) -> None:
+    path, _ = first_model(over_nodes)
+    model = other_model(path, over_nodes.config, 12)
+    publisher = make_publisher(WeightTransportConfig(type="tcp"), Path(), "token-of-a-test", "127.0.0.1")
+    over_nodes.update(model, publisher)
+
+    async def many(pool: EnginePool) -> list[Generation]:
+        jobs = [pool.generate(PROMPT, 16, i, "a", PLAIN, f"r{i}") for i in range(8)]
+        return list(await asyncio.gather(*jobs))
+
+    for generation in over_nodes.with_pool(many):
+        assert differences(model, generation).max() < 1e-3
+        assert set(generation.versions) == {1}
+    assert len(over_nodes.ports) == 1, "the other process computes only"
+    by_rank = over_nodes.http.metrics("generation_tokens_total")
+    assert len(by_rank) == 2
+    assert min(by_rank.values()) > 0, by_rank

@@ -1,0 +1,144 @@
+"""`python -m prl.inference inference=vllm` as a process, and the orchestrator's own client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+from inference_server import TOKEN, HttpClient
+from runs import finish, start
+from torch import Tensor
+from weight_updates import published
+
+from prl.config import compose
+from prl.config.schema import RunConfig, SamplingConfig
+from prl.models.attention import packed_attention
+from prl.models.checkpoint import hf_tensors, load_model
+from prl.models.qwen3 import Qwen3Model
+from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.rollout import Generation
+from prl.planning import make_plan
+from prl.transport.weights import Publisher
+
+T = TypeVar("T")
+KEY_VAR = "PRL_TEST_KEY"
+PROMPT = [258, *b"hello", 256, 259]
+PLAIN = SamplingConfig()
+START_TIMEOUT_S = 180
+
+
+@dataclass
+class Server:
+    """A running `python -m prl.inference`; `http` asks its last engine."""
+
+    process: psutil.Process
+    run_dir: Path
+    config: RunConfig
+    http: HttpClient
+    ports: list[int]
+    kinds: list[str]
+    version: int = 0
+
+    def with_pool(self, work: Callable[[EnginePool], Awaitable[T]]) -> T:
+        """Work with the orchestrator's own client."""
+
+        async def scenario() -> T:
+            urls = [f"http://127.0.0.1:{port}" for port in self.ports]
+            pool = EnginePool(urls, self.config.inference, "another", self.kinds)
+            pool.version = self.version
+            try:
+                return await work(pool)
+            finally:
+                await pool.close()
+
+        return asyncio.run(scenario())
+
+    def sample(self, prompt: list[int] = PROMPT, max_tokens: int = 24, salt: str | None = None,
+               sampling: SamplingConfig = PLAIN) -> Generation:  # fmt: skip
+        salt = f"train-{self.version}" if salt is None else salt
+        return self.with_pool(lambda pool: pool.generate(prompt, max_tokens, 3, salt, sampling, "r"))
+
+    def update(self, model: Qwen3Model, publisher: Publisher) -> None:
+        """A whole update, as trainer and orchestrator make it."""
+        info = published(publisher, self.version + 1, hf_tensors(model))
+        self.with_pool(lambda pool: pool.update_weights(self.version + 1, info))
+        publisher.acknowledge()
+        self.version += 1
+
+
+@contextmanager
+def serving(overrides: list[str], cache_dir: Path, where: Path) -> Iterator[Server]:
+    """One or more engines, up."""
+    os.environ[KEY_VAR] = TOKEN
+    given = [*overrides, f"cache_dir={cache_dir}", f"inference.api_key_var={KEY_VAR}"]
+    config = compose(given, config_name="inference")
+    servers = make_plan(config).servers()
+    first = free_ports(len(servers))
+    ports = [first + role.local_rank for role in servers]
+    process = start([*given, f"inference.port={first}", f"output_dir={where}/run"], where, "prl.inference")
+    kinds = [role.engine.kind for role in servers]
+    server = Server(psutil.Process(process.pid), where / "run", config, HttpClient(ports[-1]), ports, kinds)
+    try:
+        server.with_pool(lambda pool: healthy(pool, process))
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        output = finish(process, 30).output
+        server.http.pool.shutdown(wait=False, cancel_futures=True)
+        print(output)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many consecutive ports."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            first = probe.getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    socket.create_server(("127.0.0.1", port)).close()
+            except OSError:
+                continue
+            return first
+
+
+async def healthy(pool: EnginePool, process) -> None:
+    waiting = asyncio.create_task(pool.wait_healthy(START_TIMEOUT_S))
+    while not waiting.done():
+        assert process.poll() is None, process.communicate()[0]
+        await asyncio.wait([waiting], timeout=0.5)
+    await waiting
+
+
+def other_model(path: Path, config: RunConfig, seed: int) -> Qwen3Model:
+    """Every weight far off those of any other seed."""
+    model = load_model(path, config.model.card, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=generator), alpha=0.05)
+    return model
+
+
+@torch.no_grad()
+def trainer_logprobs(model: Qwen3Model, tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """[T, V], of the token that follows each."""
+    length = len(tokens)
+    hidden = model(torch.tensor(tokens), torch.arange(length), packed_attention([length], torch.device("cpu")))
+    return torch.log_softmax(model.logits(hidden) / temperature, dim=-1)
+
+
+def differences(model: Qwen3Model, generation: Generation, prompt: list[int] = PROMPT, **kwargs) -> Tensor:
+    """[completion tokens], |logprob of the engine - logprob of the trainer|."""
+    ids = generation.token_ids
+    ours = trainer_logprobs(model, prompt + ids, **kwargs)[len(prompt) - 1 : -1]
+    return (ours[torch.arange(len(ids)), torch.tensor(ids)] - torch.tensor(generation.logprobs)).abs()
