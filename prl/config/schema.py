@@ -285,10 +285,10 @@ class OptimConfig(Group):
 class WeightTransportConfig(Group):
     """Group `weight_transport`: how new weights reach the engines."""
 
-    type: Literal["filesystem", "shared_memory", "tcp", "nccl", "ipc"] = "filesystem"
+    type: Literal["filesystem", "shared_memory", "tcp", "nccl", "ipc", "lora"] = "filesystem"
     bucket_mib: Positive = 256  # nccl and ipc: of each bucket in which weights travel
     stage_mib: NonNegative = 2048  # nccl: GPU memory for buckets; a model that fits leaves the trainer free at once
-    keep: Positive = 2  # filesystem: newest versions kept
+    keep: Positive = 2  # filesystem and lora: newest versions kept
     verify_checksum: bool = True
     timeout_s: PositiveFloat = 120.0
 

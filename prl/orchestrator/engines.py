@@ -16,6 +16,7 @@ import numpy as np
 from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.rollout import Generation
+from prl.transport.weights_lora import ADAPTER, LORA, load_steps
 
 # running requests keep their KV: vLLM would drop it with the caches, and compute it anew under the next weights
 PAUSE = "/pause?mode=keep&clear_cache=false"
@@ -191,6 +192,8 @@ class EnginePool:
         while True:
             await self.any_serving.wait()
             known = self.version
+            if self.newest is not None and self.newest[1]["type"] == LORA:
+                body["model"] = ADAPTER
             if self.prefilling:
                 body["kv_transfer_params"] = await self._prefill(body)
             index = self._least_busy(self.decoding) if replica is None else replica
@@ -283,6 +286,8 @@ class EnginePool:
 
 def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:
     """Routes and bodies of an update, until /resume."""
+    if update_info["type"] == LORA:
+        return [(PAUSE, None), *load_steps(version, update_info)]
     return [
         (PAUSE, None),
         ("/start_weight_update", {}),  # 0.23 wants a body

@@ -10,6 +10,7 @@ from prl.config.engines import group_of, vllm_arguments_of
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import EnginePlan, RolePlan
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; a smaller one takes the next
 BACKEND = "prl"  # weight_transfer_config.backend, as our plugin registers it
 
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPUs
@@ -57,6 +58,9 @@ def server_arguments(
     if config.deployment.type == "colocated" and not on_cpu:
         arguments |= {"enable_sleep_mode": inference.sleep_level > 0, "gpu_memory_utilization": COLOCATED_MEMORY}
     arguments |= data_parallel_arguments(config, engine, endpoints) | expert_arguments(config, engine)
+    if config.weight_transport.type == "lora":
+        rank = next(rank for rank in LORA_RANKS if rank >= config.memory_recipe.lora.rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if inference.quantization is not None:
         arguments["quantization"] = inference.quantization
     if connectors := kv_connectors(config, engine):
@@ -134,9 +138,12 @@ def vllm_defaults(config: RunConfig) -> dict[str, str]:
 
 def engine_environment(config: RunConfig, engine: EnginePlan) -> dict[str, str]:
     """Variables that are known before anything starts; `inference.env` comes last and may override."""
-    inference, variables = config.inference, {}
+    inference = config.inference
+    variables: dict[str, str] = {}
     if inference.deep_gemm is not None:
-        variables = dict.fromkeys(("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"), str(int(inference.deep_gemm)))
+        variables |= dict.fromkeys(("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"), str(int(inference.deep_gemm)))
+    if config.weight_transport.type == "lora":
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter
     if inference.kv_offload.mooncake_config is not None:
         variables["MOONCAKE_CONFIG_PATH"] = inference.kv_offload.mooncake_config
     return variables | inference.env | group_of(config, engine.kind).own.env

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from prl.models.adapters import peft_config
 from prl.planning.run_plan import RunPlan
 from prl.runtime.child import ChildContext
 from prl.trainer.world import World
 from prl.transport.weights import Publisher, make_publisher
 from prl.transport.weights_ipc import IpcPublisher
+from prl.transport.weights_lora import AdapterPublisher
 from prl.transport.weights_nccl import NcclPublisher
 
 
@@ -29,6 +31,9 @@ def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
         buckets = transport.stage_mib // transport.bucket_mib
         options = device_options(ctx.plan)
         return NcclPublisher(address, receivers, world.device, dtype, num_buckets=buckets, **options)
+    if transport.type == "lora":
+        config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
+        return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)
     return make_publisher(transport, ctx.run_dir / "weights", ctx.token, address)
 
 

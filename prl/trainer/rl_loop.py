@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from prl.metrics.mfu import utilisation
+from prl.models.adapters import peft_tensors
 from prl.models.checkpoint import hf_tensors, resolve_model_path
 from prl.runtime.child import ChildContext
 from prl.trainer.batches import BatchClient
@@ -120,7 +121,9 @@ class RLTrainer:
     def publish(self, version: int) -> float:
         """Hand the weights of `version` to the engines; returns the seconds that the trainer itself spent on it."""
         started = time.perf_counter()
-        tensors = hf_tensors(self.policy.model)
+        model = self.policy.model
+        only_adapters = self.config.weight_transport.type == "lora"
+        tensors = peft_tensors(model, model.card) if only_adapters else hf_tensors(model)
         if self.publisher is None:
             for _ in tensors:  # take part in the gathers
                 pass

@@ -31,7 +31,7 @@ from prl.transport.weights_nccl import receive_nccl
 from prl.transport.weights_tcp import TcpPublisher, receive_tcp
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-HOST_TRANSPORTS = ("filesystem", "shared_memory", "tcp")
+HOST_TRANSPORTS = ("filesystem", "shared_memory", "tcp", "lora")
 DEVICE_TRANSPORTS = ("nccl", "ipc")
 
 

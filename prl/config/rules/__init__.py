@@ -60,6 +60,7 @@ RL_RULES: tuple[Rule, ...] = (
     rl.pass_at_k_needs_sampling,
     rl.experts_to_return,
     rl.shared_memory_needs_one_node,
+    rl.adapters_travel_alone,
     rl.device_transports_need_their_gpus,
 )
 SFT_RULES: tuple[Rule, ...] = (sft.sft_follows_the_run,)

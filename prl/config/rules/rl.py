@@ -166,6 +166,30 @@ def device_transports_need_their_gpus(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def adapters_travel_alone(config: RunConfig) -> Iterator[UserError]:
+    """weight_transport=lora: there are adapters, and an engine that loads them."""
+    lora = config.memory_recipe.lora
+    if config.weight_transport.type != "lora":
+        return
+    for wrong, what, where, why, fix in (
+        (lora.rank == 0, "There are no adapters to send.", "memory_recipe.lora.rank=0",
+         "all weights are trained", "memory=lora, or weight_transport=filesystem"),
+        (lora.rank > 512, f"vLLM has no room for adapters of rank {lora.rank}.", f"memory_recipe.lora.rank={lora.rank}",
+         "its largest rank is 512", "memory_recipe.lora.rank=512, or weight_transport=filesystem"),
+        ("experts" in lora.targets, "Adapters of stacked experts are not those of vLLM.",
+         f"memory_recipe.lora.targets=[{','.join(lora.targets)}]", "it reads adapters of single experts",
+         "memory_recipe.lora.targets without experts, or weight_transport=filesystem"),
+        (config.inference.engine != "vllm", "The built-in engine loads whole models.",
+         f"inference.engine={config.inference.engine}", "/v1/load_lora_adapter is vLLM's",
+         "inference=vllm, or weight_transport=filesystem"),
+        (config.deployment.type == "colocated", "Adapters do not survive an engine's sleep.",
+         "deployment.type=colocated", "sleeping drops or moves the memory that they are in",
+         "deployment=disaggregated, or weight_transport=ipc"),
+    ):  # fmt: skip
+        if wrong:
+            yield UserError(what, where=f"weight_transport.type=lora, {where}", why=why, fix=fix)
+
+
 def shared_memory_needs_one_node(config: RunConfig) -> Iterator[UserError]:
     deployment = config.deployment
     if config.weight_transport.type == "shared_memory" and spans_nodes(config):

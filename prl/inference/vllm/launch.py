@@ -22,6 +22,7 @@ def launch(ctx: ChildContext) -> None:
     """Serve until asked to stop. Raises UserError when vLLM is not there or does not fit."""
     require_vllm()
     refuse_unsafe_sleep(ctx.plan.config)
+    refuse_unnamed_adapters(ctx.plan.config)
     set_environment(ctx.plan.config)
     os.environ.update(address_environment(ctx.role, ctx.endpoints))
     try:
@@ -66,6 +67,17 @@ def refuse_unsafe_sleep(config: RunConfig) -> None:
             where="inference.sleep_level=2",
             why="it would generate as soon as its weights are awake, and these are undefined until the next update",
             fix="inference.sleep_level=1, or vLLM 0.32",
+        )
+
+
+def refuse_unnamed_adapters(config: RunConfig) -> None:
+    """Raises UserError for adapters with vLLM 0.23, which cannot be told the version of what it has loaded."""
+    if is_old() and config.weight_transport.type == "lora":
+        raise UserError(
+            f"vLLM {installed_version()} does not know which version an adapter is.",
+            where="weight_transport=lora",
+            why="/update_weight_version came later",
+            fix="weight_transport=filesystem, or vLLM 0.32",
         )
 
 

@@ -41,6 +41,7 @@ log = logging.getLogger("prl.inference")
 FIRST_VERSION = "0"  # of the weights that an engine starts with
 POLL_S = 0.05
 BEAT_S = 1.0
+BRING_WEIGHTS = ("/finish_weight_update", "/v1/load_lora_adapter")
 STOP_TIMEOUT_S = 2.0  # for the engine's processes, which have nothing to save
 
 
@@ -188,7 +189,7 @@ class Guard:
             return await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
 
         async def answer(message: Message) -> None:
-            if scope["path"] == "/finish_weight_update" and message.get("status") == 200:
+            if scope["path"] in BRING_WEIGHTS and message.get("status") == 200:
                 self.has_weights = True
             await send(message)
 
