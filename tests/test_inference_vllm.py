@@ -44,6 +44,10 @@ ROUTING = ["inference.return_routed_experts=true"]
         ([VLLM, *ROUTING, "model=tiny_qwen3"], "inference.return_routed_experts=false"),
         ([VLLM, "inference.vllm.enable_return_routed_experts=true"], "set inference.return_routed_experts"),
         ([VLLM, "debug.deterministic=true"], "debug.deterministic=false"),
+        ([VLLM, "weight_transport=lora"], "memory=lora"),
+        (["memory=lora", "weight_transport=lora"], "inference=vllm"),
+        ([VLLM, "memory=lora", "weight_transport=lora", "memory_recipe.lora.targets=[experts]"], "without experts"),
+        ([VLLM, "memory=lora", "weight_transport=lora", "deployment=colocated"], "deployment=disaggregated"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(overrides: list[str], message: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from runs import rows, run
 from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving
 
 from prl.config.schema import WeightTransportConfig
@@ -90,3 +92,35 @@ def test_an_engine_spans_two_nodes_and_both_get_work_and_weights(over_nodes: Ser
     by_rank = over_nodes.http.metrics("generation_tokens_total")
     assert len(by_rank) == 2
     assert min(by_rank.values()) > 0, by_rank
+
+
+def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path) -> None:
+    """Without the adapter, or with the one before, mismatch KL is 5e-3 from the second step on (tried)."""
+    small = ["max_steps=3", "algo.batch_size=16", "algo.group_size=4", "eval=none", "ckpt=none", "warm_start=none"]
+    lora = ["model=tiny_qwen3", "memory=lora", "weight_transport=lora", "algo=sync", "optim.lr=0.05"]
+    done = run([*SMALL, *small, *lora, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"], tmp_path)
+    assert done.code == 0, done.output
+    steps = [row for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_mean" in row]
+    assert len(steps) == 3
+    assert max(row["mismatch_kl_mean"] for row in steps) < 1e-9
+    assert [path.name for path in sorted((tmp_path / "run/weights").iterdir())] == ["step_2", "step_3"]
+
+
+def commands_of_vllm() -> list[list[str]]:
+    texts = [path.read_text() for path in sorted((Path(__file__).parent / "golden").glob("commands_*.txt"))]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    return [shlex.split(line.removeprefix("vllm serve ")) for line in lines if line.startswith("vllm serve ")]
+
+
+def test_vllm_understands_the_commands_of_the_recorded_layouts() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+    commands = commands_of_vllm()
+    assert len(commands) == 22
+    for words in commands:
+        args = parser.parse_args(words)
+        assert args.model == "/models/qwen3_30b_a3b"
+        assert args.data_parallel_size in (2, 4, 32)
+    assert sum(parser.parse_args(words).headless for words in commands) == 1
