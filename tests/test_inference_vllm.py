@@ -181,6 +181,14 @@ def test_a_vllm_that_does_not_import_is_a_user_error(monkeypatch) -> None:
     assert "pip uninstall -y torchvision" in caught.value.render()
 
 
+def test_kv_that_is_to_travel_needs_its_carrier(monkeypatch) -> None:
+    apart = compose([VLLM, "deployment.num_infer_gpus=2", "inference.pd.num_prefill_gpus=1"])
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    launch.require_nixl(compose([VLLM]))
+    with pytest.raises(UserError, match=r"pip install -e \"\.\[nixl\]\""):
+        launch.require_nixl(apart)
+
+
 def test_the_environment_of_vllm(monkeypatch) -> None:
     config = compose([VLLM, "logging.level=warning"])
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0-3", "VLLM_PLUGINS": "other"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
@@ -23,6 +24,7 @@ def launch(ctx: ChildContext) -> None:
     require_vllm()
     refuse_unsafe_sleep(ctx.plan.config)
     refuse_unnamed_adapters(ctx.plan.config)
+    require_nixl(ctx.plan.config)
     set_environment(ctx.plan.config)
     os.environ.update(address_environment(ctx.role, ctx.endpoints))
     try:
@@ -56,6 +58,18 @@ def require_vllm() -> None:
             where="inference.engine=vllm, entry point prl of vllm.general_plugins",
             why="this package was installed before it had that entry point",
             fix="pip install --no-deps -e .",
+        )
+
+
+def require_nixl(config: RunConfig) -> None:
+    """Raises UserError when KV is to travel and what carries it is not installed."""
+    if config.inference.pd.num_prefill_gpus and find_spec("nixl") is None:
+        raise UserError(
+            "NIXL is not installed.",
+            where=f"inference.pd.num_prefill_gpus={config.inference.pd.num_prefill_gpus}",
+            why="it carries KV from prefill to decode engines",
+            fix='on GPUs: pip install -e ".[nixl]"; on CPUs: pip install --no-deps nixl nixl-cu12; or '
+            "inference.pd.num_prefill_gpus=0",
         )
 
 

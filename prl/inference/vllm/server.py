@@ -32,6 +32,7 @@ from prl.config.errors import UserError
 from prl.inference.guard import refusal, server_keys
 from prl.inference.vllm.versions import is_old, name_first_weights, run_headless, server_parts
 from prl.models.checkpoint import check_card, resolve_model_path
+from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import server_arguments, to_argv
 from prl.runtime.child import ChildContext
 
@@ -59,6 +60,7 @@ def prepare(ctx: ChildContext) -> Namespace:
     config = ctx.plan.config
     check_platform(config.deployment.device)
     check_capture(config.inference.return_routed_experts)
+    check_expert_ranks(ctx.role, config.model.card.num_experts)
     path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
     check_card(path, config.model.card)
     on_cpu = current_platform.is_cpu()
@@ -121,6 +123,18 @@ def check_capture(return_routed_experts: bool) -> None:
             why="its Model Runner V2 records them, which needs a Triton that compiles for CPUs; that of the package "
             "index does not (https://github.com/vllm-project/vllm/pull/55847)",
             fix="inference=torch, or inference.return_routed_experts=false, or GPUs",
+        )
+
+
+def check_expert_ranks(role: RolePlan, num_experts: int) -> None:
+    """Raises UserError where vLLM cannot bring the tokens of several data-parallel ranks to their experts."""
+    assert role.engine is not None
+    if current_platform.is_cpu() and num_experts and role.engine.dp > 1:
+        raise UserError(
+            "vLLM on CPUs has no data parallelism for mixtures of experts.",
+            where=f"inference.dp={role.engine.dp}, {num_experts} experts",
+            why="its ranks exchange tokens in every expert layer, by an all-gather that its CPU communicator lacks",
+            fix="inference.dp=1 with more engines (deployment.num_infer_gpus), a dense model, or GPUs",
         )
 
 
