@@ -8,7 +8,7 @@ group at package `memory` would add a key of that name.
 choice of it, and the key `sweep`, which names a sweep, could not be set. So the group is called `sweeps`, as the
 folder, and `+sweep=` is a second name of `+sweeps=`.
 
-`inference.vllm.ARGUMENT=value` sets any argument of vLLM without a `+`.
+`inference.vllm.ARGUMENT=value` sets any argument of vLLM without a `+`, `env.args.ARGUMENT=value` any of an environment.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from prl.config.locate import config_groups, sweeps_dir
 
 SWEEP_OPTION = "+sweep="
 # take keys that conf/ does not list; Hydra alone would ask for a +
-OPEN_NODES = tuple(
-    f"inference.{group}{node}." for group in ("", "pd.prefill.", "pd.decode.") for node in ("vllm", "env")
+OPEN_NODES = (
+    "env.args.",
+    *(f"inference.{group}{node}." for group in ("", "pd.prefill.", "pd.decode.") for node in ("vllm", "env")),
 )
 
 

@@ -154,6 +154,8 @@ class EnvConfig(Group):
     """Group `env`. `env=[a,b]` on the command line mixes choices, because each adds its own key to `mix`."""
 
     mix: dict[str, EnvSource] = {}
+    id: str | None = None  # env=verifiers: which of that package's environments
+    args: dict[str, Any] = {}  # env=verifiers: of its load_environment
     max_turns: Positive = 8
     rollout_timeout_s: PositiveFloat = 120.0
     reward_timeout_s: PositiveFloat = 10.0

@@ -14,6 +14,7 @@ BUILT_IN = {
     "alphabet_sort": "prl.envs.alphabet_sort:AlphabetSort",
     "countdown": "prl.envs.countdown:Countdown",
     "hf_math": "prl.envs.hf_math:HuggingFaceMath",
+    "verifiers": "prl.envs.verifiers_env:VerifiersEnvironment",
 }
 
 

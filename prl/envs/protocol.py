@@ -42,6 +42,24 @@ class Task:
     info: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said in one turn."""
+
+    content: str
+    finish_reason: str  # "stop" | "length" | "abort"
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a rollout went. Metrics are numbers to watch, averaged per environment; nothing is trained on them."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 class ChatEnded(Exception):
     """No further reply is to be had: the context is full or the turn limit is reached. A rollout may let it pass."""
 
@@ -54,6 +72,13 @@ class Chat(Protocol):
     async def reply(self, *messages: Message) -> str:
         """Add messages, sample the assistant's next turn, add it, return its text. Raises ChatEnded."""
 
+    async def complete(self, messages: list[Message]) -> Reply:
+        """The next turn of a conversation that is given whole. Raises ChatEnded.
+
+        Where it goes on from what was said here, the tokens sampled so far stay as they are; where it does not, because
+        the environment rewrote or dropped messages, a new training sample begins.
+        """
+
 
 class Environment(ABC):
     """Subclasses take their arguments (`env.mix.<name>.args`) as keyword arguments of the constructor."""
@@ -62,9 +87,13 @@ class Environment(ABC):
     def tasks(self, split: Split) -> Sequence[Task]:
         """All tasks of a split, in a fixed order. "held_out" tasks are never trained on."""
 
-    async def rollout(self, task: Task, chat: Chat) -> None:
-        """Talk. The default shows the prompt and takes one reply."""
+    async def rollout(self, task: Task, chat: Chat) -> Score | None:
+        """Talk. The default shows the prompt and takes one reply.
+
+        An environment that scores its rollouts itself returns the score; without one, `reward` is asked.
+        """
         await chat.reply(*task.prompt)
+        return None
 
     @abstractmethod
     def reward(self, task: Task, messages: list[Message]) -> float:

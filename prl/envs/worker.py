@@ -1,8 +1,9 @@
 """The process `env/<name>`: runs rollouts of one environment for the orchestrator over one websocket.
 
 Messages are JSON objects with "op"; "rollout" is the orchestrator's id of the rollout. orchestrator -> worker: start
-{split, index}, assistant {content}, ended, cancel worker -> orchestrator: hello {counts}, reply {messages}, done
-{reward, task}, failed {error} The orchestrator has the tokenizer and the engines; this side has only text, and code
+{split, index}, assistant {content, finish_reason, prompt_tokens, completion_tokens}, ended, cancel. worker ->
+orchestrator: hello {counts}, reply {keep, messages} (say `messages` behind the first `keep` ones), done {reward,
+metrics, task}, failed {error}. The orchestrator has the tokenizer and the engines; this side has only text, and code
 that may raise, hang or return nonsense.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import threading
@@ -20,7 +22,7 @@ from aiohttp import WSMsgType, web
 
 from prl.config.schema import EnvConfig
 from prl.envs.loading import load_env
-from prl.envs.protocol import ChatEnded, Environment, Message, Task
+from prl.envs.protocol import ChatEnded, Environment, Message, Reply, Score, Task
 from prl.runtime.child import ChildContext
 
 MAX_STUCK_REWARDS = 8  # threads that never came back; beyond that the process starts afresh
@@ -49,17 +51,28 @@ class RemoteChat:
     def __init__(self, worker: EnvWorker, rollout: str) -> None:
         self.messages: list[Message] = []
         self.worker, self.rollout = worker, rollout
-        self.answer: asyncio.Future[str | None] | None = None
+        self.answer: asyncio.Future[Reply | None] | None = None
+        self.turn = asyncio.Lock()  # an environment may ask for several replies at once
 
     async def reply(self, *messages: Message) -> str:
-        self.messages += messages
+        async with self.turn:
+            return (await self._ask(len(self.messages), list(messages))).content
+
+    async def complete(self, messages: list[Message]) -> Reply:
+        async with self.turn:
+            pairs = zip(self.messages, messages, strict=False)
+            keep = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self.messages), len(messages)))
+            return await self._ask(keep, messages[keep:])
+
+    async def _ask(self, keep: int, messages: list[Message]) -> Reply:
+        self.messages[keep:] = messages
         self.answer = asyncio.get_running_loop().create_future()
-        await self.worker.send({"op": "reply", "rollout": self.rollout, "messages": list(messages)})
-        content = await self.answer
-        if content is None:
+        await self.worker.send({"op": "reply", "rollout": self.rollout, "keep": keep, "messages": messages})
+        reply = await self.answer
+        if reply is None:
             raise ChatEnded
-        self.messages.append({"role": "assistant", "content": content})
-        return content
+        self.messages.append({"role": "assistant", "content": reply.content})
+        return reply
 
 
 class EnvWorker:
@@ -118,16 +131,21 @@ class EnvWorker:
         elif rollout in self.chats:
             answer = self.chats[rollout].answer
             if answer is not None and not answer.done():
-                answer.set_result(message["content"] if op == "assistant" else None)
+                answer.set_result(read_reply(message) if op == "assistant" else None)
 
     async def run_rollout(self, rollout: str, task: Task) -> None:
         """One rollout from prompt to reward; whatever goes wrong in the environment's code fails only this one."""
         chat = self.chats[rollout] = RemoteChat(self, rollout)
+        score = None
         try:
             with contextlib.suppress(ChatEnded):
-                await self.env.rollout(task, chat)
-            reward = await self.score(task, chat.messages)
-            await self.send({"op": "done", "rollout": rollout, "reward": reward, "task": task.id})
+                score = await self.env.rollout(task, chat)
+            if score is None:
+                score = Score(await self.compute_reward(task, chat.messages))
+            if not math.isfinite(score.reward):
+                raise ValueError(f"the reward is {score.reward}")
+            done = {"op": "done", "rollout": rollout, "task": task.id}
+            await self.send({**done, "reward": score.reward, "metrics": score.metrics})
         except RewardFailed as error:
             await self.send({"op": "failed", "rollout": rollout, "error": str(error)})
         except Exception as error:
@@ -136,7 +154,7 @@ class EnvWorker:
             self.chats.pop(rollout, None)
             self.running.pop(rollout, None)
 
-    async def score(self, task: Task, messages: list[Message]) -> float:
+    async def compute_reward(self, task: Task, messages: list[Message]) -> float:
         """The reward, computed in a thread of its own, at most reward_timeout_s long. Raises what the reward raised."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[float] = loop.create_future()
@@ -157,10 +175,12 @@ class EnvWorker:
         thread = threading.Thread(target=compute, daemon=True)
         thread.start()
         try:
-            value = await asyncio.wait_for(result, self.config.reward_timeout_s)
+            return await asyncio.wait_for(result, self.config.reward_timeout_s)
         except TimeoutError:
             self.stuck.append(thread)
             raise TimeoutError(f"no reward after {self.config.reward_timeout_s} s") from None
-        if not math.isfinite(value):
-            raise ValueError(f"the reward is {value}")
-        return value
+
+
+def read_reply(message: dict[str, Any]) -> Reply:
+    """The reply in an "assistant" message."""
+    return Reply(**{field.name: message[field.name] for field in dataclasses.fields(Reply)})

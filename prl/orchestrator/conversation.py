@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from prl.config.schema import InferenceConfig
+from prl.envs.protocol import Reply
 from prl.models.chat import ChatRenderer, Message
 from prl.orchestrator.rollout import Generation, Sample
 
@@ -15,7 +16,7 @@ class Conversation:
     """Renders each turn's text, tokenises only what is new, and collects training samples.
 
     As long as the chat template appends, the whole conversation is one sample. Where it rewrites history, the sample
-    so far is closed and a new one starts from the rewritten prompt.
+    so far is closed and a new one starts from the rewritten prompt. So it is where an environment rewrites messages.
     """
 
     def __init__(self, renderer: ChatRenderer, config: InferenceConfig, max_turns: int, generate: Generate) -> None:
@@ -28,9 +29,13 @@ class Conversation:
         self.completion_tokens = 0
         self.truncated = False
 
-    async def reply(self, messages: list[Message]) -> str | None:
-        """The assistant's next turn after adding `messages`; None when turns or context are used up."""
-        self.messages += messages
+    async def reply(self, messages: list[Message], keep: int | None = None) -> Reply | None:
+        """The assistant's next turn after adding `messages`; None when turns or context are used up.
+
+        Args:
+            keep: how many of the earlier messages still stand in front of these; None: all of them.
+        """
+        self.messages[len(self.messages) if keep is None else keep :] = messages
         if self.turns >= self.max_turns:
             return None
         sample = self._render_prompt()
@@ -38,11 +43,12 @@ class Conversation:
             self.truncated = True
             return None
         room = self.config.max_model_len - len(sample.input_ids)
+        prompt_tokens = len(sample.input_ids)
         generation = await self.generate(sample.input_ids, min(room, self.config.sampling.max_tokens))
         if not generation.token_ids:
             raise RuntimeError(f"the engine returned no token (finish_reason={generation.finish_reason})")
         if self.turns == 0:
-            self.prompt_tokens = len(sample.input_ids)
+            self.prompt_tokens = prompt_tokens
         self.turns += 1
         self.completion_tokens += len(generation.token_ids)
         self.truncated |= generation.finish_reason == "length"
@@ -50,7 +56,7 @@ class Conversation:
         self.text += self.renderer.decode(generation.token_ids, skip_special_tokens=False)
         content = self.renderer.decode(generation.token_ids, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": content})
-        return content
+        return Reply(content, generation.finish_reason, prompt_tokens, len(generation.token_ids))
 
     def _render_prompt(self) -> Sample | None:
         """The sample to go on with, its prompt appended; None, and nothing changed, when no token would fit behind

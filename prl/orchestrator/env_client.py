@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 from collections.abc import Awaitable, Callable
@@ -10,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
-from prl.envs.protocol import Message
+from prl.envs.protocol import Message, Reply, Score
 
-Answer = Callable[[list[Message]], Awaitable[str | None]]
+Answer = Callable[[list[Message], int], Awaitable[Reply | None]]  # (messages, how many of the earlier ones stay)
 
 
 class RolloutFailed(Exception):
@@ -54,8 +55,8 @@ class EnvClient:
         elif queue := self.inbox.get(message["rollout"]):
             queue.put_nowait(message)
 
-    async def run(self, split: str, index: int, answer: Answer) -> tuple[str, float]:
-        """One rollout: `answer(messages)` is called for every reply wanted. Returns (task id, reward).
+    async def run(self, split: str, index: int, answer: Answer) -> tuple[str, Score]:
+        """One rollout: `answer(messages, keep)` is called for every reply wanted. Returns (task id, score).
 
         Raises RolloutFailed when the environment's code fails, and whatever `answer` raises.
         """
@@ -68,14 +69,14 @@ class EnvClient:
             while True:
                 message = await queue.get()
                 if message["op"] == "reply":
-                    content = await answer(message["messages"])
-                    op = {"op": "ended"} if content is None else {"op": "assistant", "content": content}
+                    reply = await answer(message["messages"], message["keep"])
+                    op = {"op": "ended"} if reply is None else {"op": "assistant", **dataclasses.asdict(reply)}
                     await self._send({**op, "rollout": rollout})
                     continue
                 finished = True
                 if message["op"] == "failed":
                     raise RolloutFailed(message["error"])
-                return message["task"], message["reward"]
+                return message["task"], Score(message["reward"], message["metrics"])
         finally:
             del self.inbox[rollout]
             if not finished:

@@ -320,6 +320,7 @@ class Orchestrator:
             "tokens_per_s": groups.completion_tokens / since_last_s,
         }
         row |= {f"reward/{env}": float(np.mean(rewards)) for env, rewards in groups.rewards_by_env.items()}
+        row |= {f"env/{name}": float(np.mean(values)) for name, values in groups.metrics.items()}
         if self.runner.stats.last_error:
             row["last_rollout_error"] = self.runner.stats.last_error
         self.ctx.metrics.log(step=groups.step, policy_version=groups.step - 1, **row)

@@ -27,6 +27,7 @@ class StepGroups:
     groups: list[Group]
     rewards: list[float] = field(default_factory=list)  # of every finished rollout, trained or filtered
     rewards_by_env: dict[str, list[float]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # "<env>/<metric>" -> what environments measured
     completion_tokens: int = 0  # sampled for this step, dropped ones included
     dropped_stale: int = 0  # groups
     filtered_groups: int = 0
@@ -39,6 +40,8 @@ class StepGroups:
         self.rollouts += len(finished)
         self.rewards += rewards
         self.rewards_by_env.setdefault(env, []).extend(rewards)
+        for name, value in ((name, value) for r in finished for name, value in r.metrics.items()):
+            self.metrics.setdefault(f"{env}/{name}", []).append(value)
         self.completion_tokens += sum(r.completion_tokens for r in finished)
         self.truncated += sum(r.truncated for r in finished)
 

@@ -61,6 +61,7 @@ class Rollout:
     turns: int
     advantage: float = 0.0
     messages: list[Message] = field(default_factory=list)  # what was said, for people
+    metrics: dict[str, float] = field(default_factory=dict)  # what the environment measured besides the reward
 
     @property
     def oldest_version(self) -> int:

@@ -9,7 +9,7 @@ from prl.orchestrator.producer import StepGroups
 
 
 class RolloutLog:
-    """One line per rollout: step, env, task, reward, advantage, policy versions of its tokens, messages."""
+    """One line per rollout: step, env, task, reward, metrics, advantage, policy versions of its tokens, messages."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Rows of steps after `resume_step` are dropped: those steps are about to be done again."""
@@ -26,6 +26,7 @@ class RolloutLog:
                 "env": rollout.env,
                 "task": rollout.task,
                 "reward": rollout.reward,
+                "metrics": rollout.metrics,
                 "advantage": rollout.advantage,
                 "versions": sorted({v for s in rollout.samples for v in s.versions if v >= 0}),
                 "truncated": rollout.truncated,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prl.config.schema import RunConfig, SamplingConfig
-from prl.envs.protocol import Message
+from prl.envs.protocol import Message, Reply
 from prl.models.chat import ChatRenderer
 from prl.orchestrator.conversation import Conversation
 from prl.orchestrator.engines import EngineError, EnginePool
@@ -138,22 +138,23 @@ class RolloutRunner:
 
             return await (self.lockstep.request(request_id, send) if self.lockstep else send(None))
 
-        async def answer(messages: list[Message]) -> str | None:
-            return await conversation.reply(messages)
+        async def answer(messages: list[Message], keep: int) -> Reply | None:
+            return await conversation.reply(messages, keep)
 
         conversation = Conversation(self.renderer, self.config.inference, self.config.env.max_turns, generate)
-        task, reward = await self.envs[choice.env].run(split, choice.index, answer)
+        task, score = await self.envs[choice.env].run(split, choice.index, answer)
         samples = conversation.finished_samples()
         if not samples:
             raise RolloutFailed("the environment scored a conversation without a single reply")
         return Rollout(
             env=choice.env,
             task=task,
-            reward=reward,
+            reward=score.reward,
             samples=samples,
             prompt_tokens=conversation.prompt_tokens,
             completion_tokens=conversation.completion_tokens,
             truncated=conversation.truncated,
             turns=conversation.turns,
             messages=conversation.messages,
+            metrics=score.metrics,
         )

@@ -53,6 +53,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
 RL_RULES: tuple[Rule, ...] = (
     rl.colocated_engines_have_a_trainer,
     rl.there_is_an_env,
+    rl.env_id_has_its_env,
     rl.groups_fill_the_batch,
     rl.lengths_nest,
     rl.a_rollout_fits_a_row,

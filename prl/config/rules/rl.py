@@ -56,6 +56,17 @@ def there_is_an_env(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def env_id_has_its_env(config: RunConfig) -> Iterator[UserError]:
+    env = config.env
+    if (env.id is not None or env.args) and all(source.id != "verifiers" for source in env.mix.values()):
+        yield UserError(
+            "No environment takes env.id and env.args.",
+            where=f"env.id={env.id}, env.args={env.args}",
+            why="they belong to env=verifiers; the arguments of others are env.mix.NAME.args",
+            fix="env=verifiers",
+        )
+
+
 def groups_fill_the_batch(config: RunConfig) -> Iterator[UserError]:
     algo = config.algo
     if algo.batch_size % algo.group_size:
