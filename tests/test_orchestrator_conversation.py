@@ -59,7 +59,8 @@ def talk(tokenizer, engine, *turns, max_turns=8, max_model_len=200, max_tokens=6
     conversation = Conversation(ChatRenderer(tokenizer), config, max_turns, engine)
 
     async def scenario():
-        return [await conversation.reply([{"role": "user", "content": turn}]) for turn in turns]
+        replies = [await conversation.reply([{"role": "user", "content": turn}]) for turn in turns]
+        return [reply.content if reply else None for reply in replies]
 
     return conversation, asyncio.run(scenario())
 
@@ -187,3 +188,23 @@ def test_routing_covers_every_token_and_later_turns_replace_it(tokenizer):
     length = len(sample.input_ids)
     assert sample.routed_experts.shape == (length, 2, 1)
     assert sample.routed_experts[:, 0, 0].tolist() == [*range(length - 1), length - 2]
+
+
+def test_messages_that_are_taken_back_start_a_sample_of_their_own(tokenizer):
+    engine = Scripted(said("one"), said("two"), said("three"))
+    config = InferenceConfig(max_model_len=200, sampling=SamplingConfig(max_tokens=64))
+    conversation = Conversation(ChatRenderer(tokenizer), config, 8, engine)
+
+    async def scenario():
+        await conversation.reply([{"role": "user", "content": "a"}], 0)
+        await conversation.reply([{"role": "user", "content": "b"}], 2)
+        return await conversation.reply([{"role": "user", "content": "c"}], 0)  # as an environment that summarises
+
+    reply = asyncio.run(scenario())
+    assert (reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens) == ("three", "stop", 4, 6)
+    assert [m["content"] for m in conversation.messages] == ["c", "three"]
+    appended, new = conversation.finished_samples()
+    assert appended.input_ids == [*engine.prompts[1], *said("two")]
+    assert sum(appended.loss_mask) == len([*said("one"), *said("two")])
+    assert new.input_ids == [*engine.prompts[2], *said("three")]
+    assert engine.prompts[2] == [*new.input_ids[:4]]

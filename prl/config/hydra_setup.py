@@ -8,7 +8,8 @@ group at package `memory` would add a key of that name.
 choice of it, and the key `sweep`, which names a sweep, could not be set. So the group is called `sweeps`, as the
 folder, and `+sweep=` is a second name of `+sweeps=`.
 
-`inference.vllm.ARGUMENT=value` sets any argument of vLLM without a `+`, `env.args.ARGUMENT=value` any of an environment.
+`inference.vllm.ARGUMENT=value` sets any argument of vLLM without a `+`, and so does `env.args.ARGUMENT=value` of an
+environment of verifiers.
 """
 
 from __future__ import annotations

@@ -18,15 +18,16 @@ from prl.envs.protocol import Chat, ChatEnded, Message, Reply
 MODEL = "policy"  # what environments are told that they talk to
 
 
-class NotSupported(vf.Error):  # type: ignore[misc]
+class NotSupported(vf.Error):
     """The environment wants what a rollout here cannot give; the message names it."""
 
 
-class ChatClient(Client):  # type: ignore[misc]
+class ChatClient(Client):
     """One rollout's client. Tokens, log-probabilities and versions stay with the orchestrator, which answers `chat`."""
 
     def __init__(self, chat: Chat) -> None:
         super().__init__(chat)
+        self.chat = chat
 
     def setup_client(self, config: Any) -> Chat:
         raise AssertionError("made from a chat, never from a ClientConfig")
@@ -52,7 +53,7 @@ class ChatClient(Client):  # type: ignore[misc]
             wishes = ", ".join(f"{key}={value!r}" for key, value in sampling_args.items())
             raise NotSupported(f"the environment asks for {wishes}; sampling is set by inference.sampling")
         try:
-            return await self.client.complete(prompt)  # type: ignore[no-any-return]
+            return await self.chat.complete(prompt)
         except ChatEnded as error:  # the context or the turns are used up: verifiers scores what there is
             raise vf.OverlongPromptError("no further reply: context or turns used up") from error
 
@@ -65,9 +66,7 @@ class ChatClient(Client):  # type: ignore[misc]
             id=f"chatcmpl-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=MODEL,
-            usage=Usage(
-                prompt_tokens=used[0], reasoning_tokens=0, completion_tokens=used[1], total_tokens=sum(used)
-            ),
+            usage=Usage(prompt_tokens=used[0], reasoning_tokens=0, completion_tokens=used[1], total_tokens=sum(used)),
             message=ResponseMessage(
                 content=response.content,
                 finish_reason="length" if response.finish_reason == "length" else "stop",

@@ -1,7 +1,7 @@
 """Environments of the package `verifiers` (https://github.com/PrimeIntellect-ai/verifiers): `env=verifiers env.id=...`.
 
 They run in our `env/<name>` process like any other. What the environment asks its client, the orchestrator answers
-(`verifiers_client.py`), so the tokens trained on are the ones sampled. Prompts, turns and rubrics are the package's own.
+(`verifiers_client.py`), so the tokens trained on are the ones sampled. Prompts, turns and rubrics are the package's.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ class VerifiersEnvironment(Environment):
     async def rollout(self, task: Task, chat: Chat) -> Score:
         from prl.envs.verifiers_client import MODEL, ChatClient
 
-        _raised.set(raised := [])
+        raised: list[str] = []
+        _raised.set(raised)
         output = await self.env.run_rollout(task.info["input"], ChatClient(chat), MODEL, sampling_args={})
         if output["error"] is not None:
-            raise RolloutError(output["error"]["error_chain_str"])
+            raise RolloutError(output["error"]["error_chain_repr"])
         if raised:
             raise RolloutError("; ".join(raised))
         metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
@@ -77,8 +78,8 @@ def load(id: str, args: dict[str, Any]) -> Any:
     """The `verifiers.Environment` of an id.
 
     Args:
-        id: the name of an installed environment, as verifiers' own `load_environment` takes it; "package.module:function"
-            (a class serves as well); or the path of a module, package or environment folder.
+        id: the name of an installed environment, as verifiers' own `load_environment` takes it;
+            "package.module:function" (or class); or the path of a module, package or environment folder.
         args: keyword arguments of its `load_environment`, or of the function.
     """
     if find_spec("verifiers") is None:
@@ -117,7 +118,7 @@ def _importable(id: str) -> str:
         return id
     path = path.resolve()
     name = path.stem.replace("-", "_")
-    # a folder is a package itself, or holds the module of its name beside a pyproject.toml, as the package lays them out
+    # a folder is a package itself, or a project: a pyproject.toml beside the module of its name
     inside = path.is_dir() and not (path / "__init__.py").exists()
     sys.path.insert(0, str(path if inside else path.parent))
     return name

@@ -58,6 +58,13 @@ def there_is_an_env(config: RunConfig) -> Iterator[UserError]:
 
 def env_id_has_its_env(config: RunConfig) -> Iterator[UserError]:
     env = config.env
+    if any(source.id == "verifiers" and not source.args.get("id") for source in env.mix.values()):
+        yield UserError(
+            "env=verifiers needs env.id.",
+            where="env.id",
+            why="it says which environment of the package verifiers is meant",
+            fix="env.id=NAME, env.id=package.module:function, or env.id=./path/of/module.py",
+        )
     if (env.id is not None or env.args) and all(source.id != "verifiers" for source in env.mix.values()):
         yield UserError(
             "No environment takes env.id and env.args.",
