@@ -6,8 +6,11 @@ import signal
 import sys
 
 import pytest
+import verifiers as vf
 from env_serving import said, serving
+from inference_server import TOKEN, running_server
 from runs import SMALL, rows, run
+from verifiers.types import ClientConfig
 from vf_letters import small_letters
 
 from prl.config import ConfigError, compose
@@ -199,3 +202,23 @@ def test_a_run_trains_on_environments_of_the_package(tmp_path):
     steps = [row for row in rows(tmp_path / "run", "orchestrator") if "reward/verifiers" in row]
     assert steps[0]["env/verifiers/small_letters"] == pytest.approx(steps[0]["reward/verifiers"])
     assert "env/gym/check_answer_reward_func" in {key for step in steps for key in step}
+
+
+def test_verifiers_own_client_is_served(tmp_path, monkeypatch):
+    """Evaluation without us, by HTTP: token ids and log-probabilities arrive, a prompt too long is recognised."""
+    monkeypatch.setenv("PRL_TEST_KEY", TOKEN)
+    env = vf.load_environment("vf_letters")
+    asked = {"max_tokens": 8, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    with running_server(["inference.max_model_len=48"], tmp_path, job="rl") as server:
+        config = ClientConfig(api_key_var="PRL_TEST_KEY", api_base_url=f"http://127.0.0.1:{server.port}/v1")
+
+        def evaluate(row):
+            model = "tiny_qwen3_moe"
+            return asyncio.run(env.run_rollout(row, config, model, asked, state_columns=["trajectory"]))
+
+        row = env.get_dataset()[0]
+        (step,) = evaluate(row)["trajectory"]
+        long = evaluate({**row, "prompt": [{"role": "user", "content": "x" * 100}]})
+    assert step["tokens"]["prompt_ids"] == [258, *b"letters 0", 256, 259]
+    assert 0 < len(step["tokens"]["completion_ids"]) == len(step["tokens"]["completion_logprobs"]) <= 8
+    assert (long["stop_condition"], long["error"]) == ("prompt_too_long", None)

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from inference_server import TOKEN
+from openai_requests import check_completions, check_models_and_refusals, check_stream, make_client
 from runs import SMALL, finish, rows, run, start, wait_for_step
 from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving, trainer_logprobs
 from weight_updates import published
@@ -60,6 +62,13 @@ def server(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def path(config: RunConfig) -> Path:
     return resolve_model_path(config.model, Path(config.cache_dir))
+
+
+def test_the_openai_package_is_served(server: Server) -> None:
+    client = make_client(server.http.port, TOKEN)
+    check_completions(client)
+    check_stream(client)
+    check_models_and_refusals(client)
 
 
 # --- the orchestrator's client does not notice ------------------------------------------------------------------------

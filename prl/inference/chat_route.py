@@ -9,18 +9,19 @@ from typing import Any
 from aiohttp import web
 from jinja2 import TemplateError
 
+from prl.inference.chat_stream import logprob_content, stream_chat
 from prl.inference.generate_route import usage
 from prl.inference.requests import make_request, read_object, refuse
 from prl.inference.sequences import Sequence
 from prl.inference.worker import EngineWorker
 from prl.models.chat import ChatRenderer, Message
 
-_UNSUPPORTED = ("stream", "tools", "response_format", "top_logprobs", "echo", "continue_final_message", "chat_template")
+_UNSUPPORTED = ("tools", "response_format", "top_logprobs", "echo", "continue_final_message", "chat_template")
 # everything else in the body is a sampling parameter
 _NOT_SAMPLING = {
     *_UNSUPPORTED,
     *("messages", "model", "max_completion_tokens", "logprobs", "request_id", "cache_salt", "priority", "user"),
-    *("return_token_ids", "stream_options", "tool_choice", "metadata", "store"),
+    *("return_token_ids", "stream", "stream_options", "tool_choice", "metadata", "store"),
 }
 
 
@@ -30,11 +31,13 @@ def add_chat_routes(app: web.Application, worker: EngineWorker, model_name: str)
         entry = {"id": model_name, "object": "model", "owned_by": "prl", "max_model_len": length}
         return web.json_response({"object": "list", "data": [entry]})
 
-    async def chat(http: web.Request) -> web.Response:
+    async def chat(http: web.Request) -> web.StreamResponse:
         body, renderer = await read_object(http), worker.renderer
         prompt_ids = render(renderer, parse_messages(body))
         body["request_id"] = body.get("request_id") or f"chatcmpl-{uuid.uuid4().hex}"
         request = make_request(body, prompt_ids, chat_sampling(body), model_name, worker.engine.config.max_model_len)
+        if body.get("stream"):
+            return await stream_chat(http, worker, request, model_name, body)
         sequences = await worker.generate(request)
         with_ids = bool(body.get("return_token_ids"))
         reply: dict[str, Any] = {
@@ -99,17 +102,9 @@ def _choice(sequence: Sequence, renderer: ChatRenderer, with_ids: bool) -> dict[
         "message": {"role": "assistant", "content": renderer.decode(ids, skip_special_tokens=True)},
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.stop_reason,
-        "logprobs": None,
+        "logprobs": logprob_content(renderer, sequence, 0, len(ids)),
         "weight_versions": sequence.version_spans(),
     }
-    if sequence.request.params.logprobs is not None:
-        pieces = [renderer.decode([token], skip_special_tokens=False) for token in ids]
-        choice["logprobs"] = {
-            "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(pieces, sequence.logprobs, strict=True)
-            ]
-        }
     if with_ids:
         choice["token_ids"] = ids
     return choice

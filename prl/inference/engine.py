@@ -69,8 +69,8 @@ class TorchEngine:
             raise ValueError("the prompt is empty")
         if len(prompt) >= self.config.max_model_len:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens, but prompt and completion together "
-                f"may have {self.config.max_model_len} (inference.max_model_len)"
+                f"the prompt has {len(prompt)} tokens, but the maximum context length, prompt and completion together, "
+                f"is {self.config.max_model_len} (inference.max_model_len)"
             )
         if min(prompt) < 0 or max(prompt) >= self.vocab:
             raise ValueError(f"token ids must be in [0, {self.vocab})")

@@ -85,10 +85,14 @@ class EngineWorker:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> list[Sequence]:
-        """All n completions of a request. Raises ValueError for a bad one, EngineUnavailable. Cancelling aborts it."""
+    async def generate(self, request: Request, prepared: list[Sequence] | None = None) -> list[Sequence]:
+        """All n completions of a request. Raises ValueError for a bad one, EngineUnavailable. Cancelling aborts it.
+
+        Args:
+            prepared: the sequences that the engine prepared for it, for a caller who wants to see them grow.
+        """
         engine = self.engine
-        sequences = engine.prepare(request)
+        sequences = engine.prepare(request) if prepared is None else prepared
         if not engine.has_weights:
             raise EngineUnavailable("no weights since a restart, /sleep?level=2 or a failed update: update them first")
         futures = [self.results.setdefault(s, self.loop.create_future()) for s in sequences]
