@@ -71,7 +71,7 @@ class Calculator(Environment):
         return float(messages[-1]["content"] == "7") - 0.1 * len(used)
 
 
-async def say_hello(messages, keep):
+async def say_hello(messages, keep, tools):
     return said("hello")
 
 
@@ -115,7 +115,7 @@ def test_a_tool_using_environment():
     replies = iter(["add 3 4", "7"])
     seen = []
 
-    async def answer(messages, keep):
+    async def answer(messages, keep, tools):
         seen.append(messages)
         return said(next(replies))
 
@@ -149,7 +149,7 @@ def test_a_conversation_that_ends_is_scored_and_may_be_caught():
             for index, name in enumerate(["caught", "passed on"]):
                 replies = iter(["x", "y", None])
 
-                async def answer(messages, keep, replies=replies):
+                async def answer(messages, keep, tools, replies=replies):
                     reply = next(replies)
                     return said(reply) if reply else None
 
@@ -164,7 +164,7 @@ def test_what_the_orchestrator_cancels_ends_in_the_worker_too():
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.run("train", index_of("wait"), say_hello), 0.2)
 
-            async def fail(messages, keep):
+            async def fail(messages, keep, tools):
                 raise RuntimeError("the engine is gone")
 
             with pytest.raises(RuntimeError, match="the engine is gone"):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import END, byte_tokenizer
 
+from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.chat import ChatRenderer
 from prl.orchestrator.conversation import Conversation
@@ -208,3 +209,31 @@ def test_messages_that_are_taken_back_start_a_sample_of_their_own(tokenizer):
     assert sum(appended.loss_mask) == len([*said("one"), *said("two")])
     assert new.input_ids == [*engine.prompts[2], *said("three")]
     assert engine.prompts[2] == [*new.input_ids[:4]]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+WITH_TOOLS = "{% if tools %}<|system|>{{ tools | tojson }} Call them in <tool_call>.<|end|>{% endif %}"
+
+
+def test_tools_are_part_of_the_prompt_and_of_its_prefix(tokenizer, tmp_path):
+    copy = byte_tokenizer(tmp_path)
+    copy.chat_template = WITH_TOOLS + tokenizer.chat_template
+    engine = Scripted(said("<tool_call>{}</tool_call>"), said("7"))
+    config = InferenceConfig(max_model_len=400, sampling=SamplingConfig(max_tokens=64))
+    conversation = Conversation(ChatRenderer(copy), config, 8, engine)
+
+    async def scenario():
+        await conversation.reply([{"role": "user", "content": "3 + 4"}], 0, TOOLS)
+        await conversation.reply([{"role": "tool", "content": "7"}], 2, TOOLS)
+
+    asyncio.run(scenario())
+    assert b'"name": "add"' in bytes(token for token in engine.prompts[0] if token < 256)
+    (sample,) = conversation.finished_samples()
+    assert sample.input_ids == [*engine.prompts[1], *said("7")]
+    assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+
+
+def test_a_template_without_tools_is_refused_by_name(tokenizer):
+    conversation = Conversation(ChatRenderer(tokenizer), InferenceConfig(), 8, Scripted())
+    with pytest.raises(UserError, match="does not show tools"):
+        asyncio.run(conversation.reply([{"role": "user", "content": "3 + 4"}], 0, TOOLS))

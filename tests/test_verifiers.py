@@ -26,7 +26,7 @@ def rollout(env, *texts, index=0, split="train"):
     """One rollout in which the policy says `texts`; returns task, score and what it was asked each time."""
     asked, replies = [], iter(texts)
 
-    async def answer(messages, keep):
+    async def answer(messages, keep, tools):
         asked.append((keep, messages))
         reply = next(replies)
         return said(*reply) if isinstance(reply, tuple) else said(reply) if reply is not None else None
@@ -78,6 +78,16 @@ def test_a_rewritten_history_is_named_as_such():
     _, _, asked = rollout(env, "ab", "cd")
     assert [keep for keep, _ in asked] == [0, 1]
     assert asked[1][1] == [{"role": "user", "content": "you said 2 characters"}]
+
+
+def test_tools_are_offered_called_and_answered():
+    env = load_env("verifiers", {"id": "vf_letters:load_tools"})
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+    _, score, asked = rollout(env, f"I will add.\n{call}", "<tool_call>no JSON</tool_call> seven")
+    assert asked[1] == (2, [{"role": "tool", "content": "7"}])  # what was sampled stays in front of it as sampled
+    assert score.metrics["total_tool_calls"] == score.metrics["add_calls"] == 1.0
+    assert score.metrics["num_turns"] == 2.0
+    assert score.reward == pytest.approx(23 / 36)  # small letters of all that the last turn says
 
 
 def test_a_chat_that_ends_is_scored_on_what_was_said(words):

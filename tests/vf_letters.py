@@ -89,3 +89,12 @@ def load_group() -> vf.Environment:
 
 def load_eval_only() -> vf.Environment:
     return vf.SingleTurnEnv(eval_dataset=dataset(), rubric=vf.Rubric(funcs=[small_letters]))
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+def load_tools() -> vf.Environment:
+    return vf.ToolEnv(tools=[add], dataset=dataset(), rubric=vf.Rubric(funcs=[small_letters]))

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 from prl.config.errors import UserError
 
 Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str}
+Tool = dict[str, Any]  # as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}
 Split = Literal["train", "held_out"]
 
 
@@ -72,8 +73,8 @@ class Chat(Protocol):
     async def reply(self, *messages: Message) -> str:
         """Add messages, sample the assistant's next turn, add it, return its text. Raises ChatEnded."""
 
-    async def complete(self, messages: list[Message]) -> Reply:
-        """The next turn of a conversation that is given whole. Raises ChatEnded.
+    async def complete(self, messages: list[Message], tools: list[Tool] | None = None) -> Reply:
+        """The next turn of a conversation that is given whole, the chat template showing `tools`. Raises ChatEnded.
 
         Where it goes on from what was said here, the tokens sampled so far stay as they are; where it does not, because
         the environment rewrote or dropped messages, a new training sample begins.

@@ -128,7 +128,6 @@ def _refuse_foreign(id: str, env: Any) -> None:
     """Raise UserError for what a rollout here cannot give."""
     for wants, what, why in (
         (env.requires_group_rollouts, "rewards of whole groups", "rollouts are scored one by one"),
-        (bool(env.tool_defs), "tools", "tool calls are not parsed"),
         (env.message_type != "chat", f"message_type={env.message_type}", "completions are those of a chat"),
     ):
         if wants:

@@ -2,9 +2,9 @@
 
 Messages are JSON objects with "op"; "rollout" is the orchestrator's id of the rollout. orchestrator -> worker: start
 {split, index}, assistant {content, finish_reason, prompt_tokens, completion_tokens}, ended, cancel. worker ->
-orchestrator: hello {counts}, reply {keep, messages} (say `messages` behind the first `keep` ones), done {reward,
-metrics, task}, failed {error}. The orchestrator has the tokenizer and the engines; this side has only text, and code
-that may raise, hang or return nonsense.
+orchestrator: hello {counts}, reply {keep, messages, tools} (say `messages` behind the first `keep` ones), done
+{reward, metrics, task}, failed {error}. The orchestrator has the tokenizer and the engines; this side has only text,
+and code that may raise, hang or return nonsense.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiohttp import WSMsgType, web
 
 from prl.config.schema import EnvConfig
 from prl.envs.loading import load_env
-from prl.envs.protocol import ChatEnded, Environment, Message, Reply, Score, Task
+from prl.envs.protocol import ChatEnded, Environment, Message, Reply, Score, Task, Tool
 from prl.runtime.child import ChildContext
 
 MAX_STUCK_REWARDS = 8  # threads that never came back; beyond that the process starts afresh
@@ -56,18 +56,19 @@ class RemoteChat:
 
     async def reply(self, *messages: Message) -> str:
         async with self.turn:
-            return (await self._ask(len(self.messages), list(messages))).content
+            return (await self._ask(len(self.messages), list(messages), [])).content
 
-    async def complete(self, messages: list[Message]) -> Reply:
+    async def complete(self, messages: list[Message], tools: list[Tool] | None = None) -> Reply:
         async with self.turn:
             pairs = zip(self.messages, messages, strict=False)
             keep = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self.messages), len(messages)))
-            return await self._ask(keep, messages[keep:])
+            return await self._ask(keep, messages[keep:], tools or [])
 
-    async def _ask(self, keep: int, messages: list[Message]) -> Reply:
+    async def _ask(self, keep: int, messages: list[Message], tools: list[Tool]) -> Reply:
         self.messages[keep:] = messages
         self.answer = asyncio.get_running_loop().create_future()
-        await self.worker.send({"op": "reply", "rollout": self.rollout, "keep": keep, "messages": messages})
+        asked = {"op": "reply", "rollout": self.rollout, "keep": keep, "messages": messages, "tools": tools}
+        await self.worker.send(asked)
         reply = await self.answer
         if reply is None:
             raise ChatEnded

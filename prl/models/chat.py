@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOOL_CALL = "<tool_call>"  # how Qwen's and Hermes' models open one
 Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}
 
 
@@ -22,10 +23,22 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def text(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def text(
+        self, messages: list[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
         return str(
-            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,  # type: ignore[arg-type]  # transformers wants a list of its own union
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
         )
+
+    def shows_tools(self, tools: list[dict[str, Any]]) -> bool:
+        """Whether the chat template says which tools there are, and to call them as JSON within <tool_call>."""
+        asked: list[Message] = [{"role": "user", "content": ""}]
+        return TOOL_CALL in self.text(asked, False, tools) and TOOL_CALL not in self.text(asked, False)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -37,11 +50,17 @@ class ChatRenderer:
             )
         )
 
-    def extend(self, text: str, messages: list[Message], add_generation_prompt: bool = True) -> str | None:
+    def extend(
+        self,
+        text: str,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str | None:
         """What `messages` adds behind `text`, the text already tokenised; None when it does not begin with that
         text.
         """
-        whole = self.text(messages, add_generation_prompt)
+        whole = self.text(messages, add_generation_prompt, tools)
         return whole[len(text) :] if whole.startswith(text) else None
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig
-from prl.envs.protocol import Reply
+from prl.envs.protocol import Reply, Tool
 from prl.models.chat import ChatRenderer, Message
 from prl.orchestrator.rollout import Generation, Sample
 
@@ -29,16 +30,26 @@ class Conversation:
         self.completion_tokens = 0
         self.truncated = False
 
-    async def reply(self, messages: list[Message], keep: int | None = None) -> Reply | None:
+    async def reply(
+        self, messages: list[Message], keep: int | None = None, tools: list[Tool] | None = None
+    ) -> Reply | None:
         """The assistant's next turn after adding `messages`; None when turns or context are used up.
 
         Args:
             keep: how many of the earlier messages still stand in front of these; None: all of them.
+            tools: what the chat template shows. Raises UserError when it does not.
         """
+        if tools and not self.renderer.shows_tools(tools):
+            raise UserError(
+                "the chat template of this model does not show tools, or has them called otherwise than in <tool_call>",
+                where="model.path, model.tokenizer",
+                why="an environment offers tools",
+                fix="a model whose template does, say model=qwen3_0_6b, or an environment without tools",
+            )
         self.messages[len(self.messages) if keep is None else keep :] = messages
         if self.turns >= self.max_turns:
             return None
-        sample = self._render_prompt()
+        sample = self._render_prompt(tools or [])
         if sample is None:
             self.truncated = True
             return None
@@ -58,15 +69,15 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": content})
         return Reply(content, generation.finish_reason, prompt_tokens, len(generation.token_ids))
 
-    def _render_prompt(self) -> Sample | None:
+    def _render_prompt(self, tools: list[Tool]) -> Sample | None:
         """The sample to go on with, its prompt appended; None, and nothing changed, when no token would fit behind
         it.
         """
         sample, text = self.samples[-1], self.text
-        added = self.renderer.extend(text, self.messages)
+        added = self.renderer.extend(text, self.messages, tools=tools)
         if added is None:
             sample, text = Sample(), ""
-            added = self.renderer.text(self.messages, add_generation_prompt=True)
+            added = self.renderer.text(self.messages, add_generation_prompt=True, tools=tools)
         ids = self.renderer.encode(added)
         if len(sample.input_ids) + len(ids) >= self.config.max_model_len:
             return None

@@ -11,9 +11,10 @@ from typing import Any
 
 import aiohttp
 
-from prl.envs.protocol import Message, Reply, Score
+from prl.envs.protocol import Message, Reply, Score, Tool
 
-Answer = Callable[[list[Message], int], Awaitable[Reply | None]]  # (messages, how many of the earlier ones stay)
+# (messages, how many of the earlier ones stay in front of them, tools) -> the next turn, None: there is none
+Answer = Callable[[list[Message], int, list[Tool]], Awaitable[Reply | None]]
 
 
 class RolloutFailed(Exception):
@@ -56,7 +57,7 @@ class EnvClient:
             queue.put_nowait(message)
 
     async def run(self, split: str, index: int, answer: Answer) -> tuple[str, Score]:
-        """One rollout: `answer(messages, keep)` is called for every reply wanted. Returns (task id, score).
+        """One rollout: `answer(messages, keep, tools)` is called for every reply wanted. Returns (task id, score).
 
         Raises RolloutFailed when the environment's code fails, and whatever `answer` raises.
         """
@@ -69,7 +70,7 @@ class EnvClient:
             while True:
                 message = await queue.get()
                 if message["op"] == "reply":
-                    reply = await answer(message["messages"], message["keep"])
+                    reply = await answer(message["messages"], message["keep"], message["tools"])
                     op = {"op": "ended"} if reply is None else {"op": "assistant", **dataclasses.asdict(reply)}
                     await self._send({**op, "rollout": rollout})
                     continue

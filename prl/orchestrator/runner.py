@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prl.config.schema import RunConfig, SamplingConfig
-from prl.envs.protocol import Message, Reply
+from prl.envs.protocol import Message, Reply, Tool
 from prl.models.chat import ChatRenderer
 from prl.orchestrator.conversation import Conversation
 from prl.orchestrator.engines import EngineError, EnginePool
@@ -138,8 +138,8 @@ class RolloutRunner:
 
             return await (self.lockstep.request(request_id, send) if self.lockstep else send(None))
 
-        async def answer(messages: list[Message], keep: int) -> Reply | None:
-            return await conversation.reply(messages, keep)
+        async def answer(messages: list[Message], keep: int, tools: list[Tool]) -> Reply | None:
+            return await conversation.reply(messages, keep, tools)
 
         conversation = Conversation(self.renderer, self.config.inference, self.config.env.max_turns, generate)
         task, score = await self.envs[choice.env].run(split, choice.index, answer)
