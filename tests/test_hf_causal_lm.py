@@ -23,6 +23,8 @@ from prl.trainer.optim import build_optimizers
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import build_world
 
+pytestmark = pytest.mark.numerics
+
 DOCS = [7, 1, 12, 5]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 SIZES = {

@@ -9,7 +9,7 @@ from trainer_ranks import Job, job_mesh, run_job, run_ranks
 from prl.config.locate import config_groups
 from prl.models.checkpoint import hf_tensors, save_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
 EXPERTS, LAYERS = 8, 4  # with two layers nothing would be offloaded
 # dp_shard=auto takes what the deployment gives: ep2 x cp2 over four ranks, so that experts are sharded as well
