@@ -25,6 +25,7 @@ class FakeEngine:
         self.silent = 0  # times that /health is left unanswered
         self.dying = None  # what it does instead of answering
         self.missing = 0  # times that weights are not to be had
+        self.metrics = "nothing yet"  # what it answers; None: 503
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -32,6 +33,7 @@ class FakeEngine:
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_get("/load", self.load)
         app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.show_metrics)
         app.router.add_post("/{route}", self.control)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -73,6 +75,9 @@ class FakeEngine:
             self.silent -= 1
             await asyncio.sleep(60)
         return web.Response()
+
+    async def show_metrics(self, request):
+        return web.Response(status=503) if self.metrics is None else web.Response(text=self.metrics)
 
     async def control(self, request):
         route = request.match_info["route"]

@@ -79,6 +79,21 @@ RULES = {
     "hf and routing": (["model.impl=hf", "inference.return_routed_experts=true"], "return_routed_experts=false"),
     "hf and router biases": (["model.impl=hf", "model.router_bias_update_rate=0.1"], "router_bias_update_rate=0"),
     "no code of ours": (["model.impl=custom", "model.card.family=other"], "model.impl=hf"),
+    "fixed, with a least limit": (["inference.concurrency.min=4"], "inference.concurrency.mode=adaptive"),
+    "fixed, with a mark": (["inference.concurrency.kv_high=0.9"], "inference.concurrency.mode=adaptive"),
+    "synchronous and adaptive": (["algo=sync", "inference.concurrency.mode=adaptive"], "algo.max_off_policy_steps=1"),
+    "adaptive from beyond": (
+        ["inference.concurrency.mode=adaptive", "inference.concurrency.start=500"],
+        "inference.max_concurrent_rollouts=500",
+    ),
+    "marks the wrong way round": (
+        ["inference.concurrency.mode=adaptive", "inference.concurrency.kv_low=0.96"],
+        "inference.concurrency.kv_low=0.8",
+    ),
+    "adaptive and blind": (
+        ["inference=vllm", "inference.concurrency.mode=adaptive", "+inference.vllm.disable_log_stats=true"],
+        "inference.vllm.disable_log_stats=false",
+    ),
     "replicas twice": (
         [
             "deployment=multi_node",

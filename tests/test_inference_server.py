@@ -21,6 +21,8 @@ from prl.inference import server
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import hf_tensors, random_checkpoint
 from prl.models.qwen3 import Qwen3Model
+from prl.orchestrator.concurrency import EngineLoad
+from prl.orchestrator.engine_watch import parse_loads
 from prl.transport.weights import FilesystemPublisher, SharedMemoryPublisher
 
 OVERRIDES = ["inference.return_routed_experts=true", "inference.api_key_var=PRL_TEST_KEY", "inference.max_num_seqs=32"]
@@ -221,6 +223,21 @@ def test_metrics_carry_vllms_names_and_count(client: Client) -> None:
     text = client.get("/metrics").body
     assert 'finished_reason="abort"' in text
     assert all(line.startswith("# TYPE vllm:") or line.startswith("vllm:") for line in text.splitlines())
+
+
+def test_metrics_say_how_full_the_engine_is(client: Client) -> None:
+    """As the orchestrator reads them; prefixes that nobody uses take no room."""
+    client.post("/reset_prefix_cache")
+    seats = client.ctx.plan.config.inference.max_num_seqs
+    before = parse_loads(client.get("/metrics").body)["0"]
+    assert (before.running, before.waiting, before.kv_usage) == (0, 0, 0.0)
+    pending = [client.start_generate(f"r{i}", n=seats // 4, max_tokens=200) for i in range(6)]
+    client.until("num_requests_running", seats)
+    client.post("/pause?mode=keep")
+    full = parse_loads(client.get("/metrics").body)["0"]
+    client.post("/resume")
+    assert [p.result().status for p in pending] == [200] * 6
+    assert full == EngineLoad(seats, seats // 2, 1.0, before.preemptions)
 
 
 def test_load_counts_requests_also_while_paused(client: Client) -> None:

@@ -190,7 +190,8 @@ def test_a_stale_group_is_dropped_counted_and_replaced():
         return third
 
     third = asyncio.run(scenario())
-    assert third.dropped_stale == 1
+    assert (third.dropped_stale, third.dropped_stale_rollouts, third.dropped_stale_requests) == (1, 2, 2)
+    assert third.dropped_stale_tokens == 8
     assert len(third.groups) == GROUPS
     assert 0 not in [g.index for g in third.groups]
 

@@ -190,6 +190,25 @@ def test_full_disk_while_checkpointing_keeps_the_older_checkpoint(cache, tmp_pat
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_the_rollouts_in_flight_settle_near_what_the_engine_holds(cache, tmp_path):
+    """Twelve times as many rollouts as it can decode together, at first."""
+    args = [*SMALL, cache, "max_steps=6", "eval.interval=0", "inference.sampling.max_tokens=24"]
+    args += ["inference.max_num_seqs=8", "inference.concurrency.mode=adaptive", "inference.concurrency.start=96"]
+    args += ["inference.concurrency.interval_s=0.1"]
+    done = run([*args, f"output_dir={tmp_path}/m"], tmp_path)
+    assert done.code == 0, done.output
+    steps = [row for row in rows(tmp_path / "m", "orchestrator") if "concurrency_limit" in row]
+    assert [row["step"] for row in steps] == list(range(1, 7))
+    print([row["concurrency_limit"] for row in steps])
+    assert all(4 <= row["concurrency_limit"] <= 12 for row in steps[2:])
+    assert max(row["requests_waiting"] for row in steps) > 8
+    late = [row for row in steps[3:] if "kv_cache_usage" in row]
+    assert late
+    assert max(row["requests_waiting"] for row in late) < 4
+    assert max(row["kv_cache_usage"] for row in late) > 0.7
+    assert sum(row["preemptions"] + row["missed_looks"] + row["aborted_requests"] for row in steps) == 0
+
+
 # --- engines that die -------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,8 @@ from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import eos_token_ids
 from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.orchestrator.concurrency import EngineLoad
+from prl.orchestrator.engine_watch import parse_loads
 from prl.orchestrator.engines import PAUSE, EngineError, EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.runtime.status_file import read_status
@@ -153,6 +155,27 @@ def test_requests_of_a_paused_engine_are_counted_and_answered_later(server: Serv
         return list(await asyncio.gather(*jobs))
 
     assert [len(generation.token_ids) for generation in server.with_pool(barrier)] == [4] * 8
+
+
+def test_its_metrics_say_how_full_it_is(server: Server) -> None:
+    """Under the names that the orchestrator looks for."""
+
+    async def looks(pool: EnginePool) -> list[EngineLoad]:
+        idle = parse_loads(await pool.scrape(0))
+        jobs = [asyncio.create_task(pool.generate(PROMPT, 240, i, "a", PLAIN, f"r{i}")) for i in range(40)]
+        deadline, fullest = time.monotonic() + 60, idle["0"]
+        while not all(job.done() for job in jobs):
+            assert time.monotonic() < deadline
+            fullest = max(fullest, parse_loads(await pool.scrape(0))["0"], key=lambda load: load.kv_usage)
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*jobs)
+        return [idle["0"], fullest]
+
+    idle, fullest = server.with_pool(looks)
+    assert (idle.running, idle.waiting, idle.kv_usage) == (0, 0, 0.0)
+    assert fullest.running <= 32
+    assert fullest.running + fullest.waiting > 20
+    assert 0.3 < fullest.kv_usage <= 1.0
 
 
 @pytest.mark.parametrize("route", ["/metrics", "/v1/models", "/is_paused", "/weight_info", "/docs"])

@@ -218,6 +218,17 @@ class KvOffloadConfig(Group):
     mooncake_config: str | None = None  # mooncake: its JSON file, as MOONCAKE_CONFIG_PATH
 
 
+class ConcurrencyConfig(Group):
+    """How many rollouts run at once, at most inference.max_concurrent_rollouts. adaptive: as the engines can hold."""
+
+    mode: Literal["fixed", "adaptive"] = "fixed"
+    min: Positive = 1  # adaptive: however full the engines
+    start: Positive | None = None  # adaptive: the first limit; None: max_num_seqs for each engine
+    kv_low: Fraction = 0.8  # adaptive: share of an engine's KV cache up to which the limit grows
+    kv_high: Fraction = 0.95  # adaptive: share beyond which it is trimmed
+    interval_s: PositiveFloat = 1.0  # between two looks at the engines' metrics; fixed: they are reported only
+
+
 class InferenceConfig(Group):
     """Group `inference`: the engine and how it samples."""
 
@@ -225,6 +236,7 @@ class InferenceConfig(Group):
     max_num_seqs: Positive = 128  # sequences decoded together by one engine
     max_model_len: Positive = 256  # prompt plus completion, tokens
     max_concurrent_rollouts: Positive = 256  # over all engines
+    concurrency: ConcurrencyConfig = ConcurrencyConfig()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as model.dtype
     prefix_caching: bool = True
     return_routed_experts: bool = False

@@ -28,7 +28,7 @@ def prometheus_text(worker: EngineWorker, model_name: str) -> str:
     families = [
         ("gauge", "num_requests_running", running),
         ("gauge", "num_requests_waiting", waiting),
-        ("gauge", "kv_cache_usage_perc", running / engine.config.max_num_seqs),
+        ("gauge", "kv_cache_usage_perc", len(engine.cache.in_use) / engine.cache.slots),
         ("gauge", "engine_sleep_state", int(not engine.awake)),
         ("counter", "prompt_tokens_total", stats.prompt_tokens),
         ("counter", "generation_tokens_total", stats.generation_tokens),

@@ -74,8 +74,8 @@ class EngineWorker:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Sequences (running, waiting); waiting are those held, on their way to the engine, queued, or in prefill."""
-        running = len(self.engine.running)  # read once, so that the sum is right while the engine moves on
+        """Sequences (running, waiting): as in vLLM those in prefill run; those held, queued or on their way wait."""
+        running = len(self.engine.cache.in_use)  # read once, so that the sum is right while the engine moves on
         return running, max(len(self.results) - running, 0)
 
     @property

@@ -71,6 +71,9 @@ class EnginePool:
         self.init_info: dict[str, Any] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None  # version and update_info
         self.restarts = self.retried = 0  # replicas, requests
+        self.aborted = 0  # requests that we gave up, or that an engine ended before they were done
+        self.asleep = False
+        self.sleeps = self.interruptions = 0  # so far; an update is an interruption, too
 
     async def close(self) -> None:
         await self.session.close()
@@ -203,7 +206,11 @@ class EnginePool:
                 generation = _parse_choice(reply["choices"][0], known)
                 if self.config.return_routed_experts:
                     _check_routing(generation, len(prompt_ids))
+                self.aborted += generation.finish_reason == "abort"
                 return generation
+            except asyncio.CancelledError:
+                self.aborted += 1
+                raise
             except EngineLost:
                 if replica is not None:
                     raise
@@ -248,6 +255,9 @@ class EnginePool:
 
     async def sleep(self) -> None:
         """Hand memory over to the trainer; running requests go on after the next update."""
+        self.asleep = True
+        self.sleeps += 1
+        self.interruptions += 1
         await self.everywhere(f"/sleep?level={self.sleep_level}&mode=keep")
 
     async def update_weights(self, version: int, update_info: dict[str, Any], asleep: bool = False) -> None:
@@ -257,6 +267,7 @@ class EnginePool:
         """
         partly = asleep and self.sleep_level == 2
         async with self.updating:
+            self.interruptions += 1
             if asleep:
                 await self.everywhere("/wake_up?tags=weights" if partly else "/wake_up")
             self.newest = version, update_info
@@ -266,6 +277,25 @@ class EnginePool:
             if partly:
                 await self.everywhere("/wake_up?tags=kv_cache")
             await self.everywhere("/resume")
+            self.asleep = False
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def standing_still(self) -> bool:
+        """Whether some replica is being updated, or all are asleep."""
+        return self.asleep or self.updating.locked()
+
+    async def scrape(self, index: int) -> str:
+        """A replica's metrics, as Prometheus text. Raises EngineError, after 5 s at the latest."""
+        url = f"{self.urls[index]}/metrics"
+        try:
+            async with self.session.get(url, timeout=HEALTH_TIMEOUT) as response:
+                if response.status != 200:
+                    raise EngineError(f"{url}: {response.status}", response.status)
+                return await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
 
     async def queued(self, replica: int) -> int:
         """Requests that a replica holds, waiting or running; also right while it is paused, unlike its metrics."""

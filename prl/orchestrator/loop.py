@@ -16,6 +16,7 @@ from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import resolve_model_path
 from prl.models.tokenizer import load_tokenizer
 from prl.orchestrator.batching import build_batches, staleness
+from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.evaluation import evaluate
@@ -57,6 +58,7 @@ class Orchestrator:
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
         self.update: asyncio.Task[None] | None = None
         self.rollout_log: RolloutLog | None = None
+        self.watch: EngineWatch | None = None
         # step -> when the trainer took it, generation seconds until then
         self.handed: dict[int, tuple[float, float]] = {}
         self.ready_since: dict[int, float] = {}  # step -> when its batch was ready
@@ -76,6 +78,9 @@ class Orchestrator:
             await self._with_beats(self._wait_for_others())
             lockstep = Lockstep(self.engines) if config.algo.max_off_policy_steps == 0 else None
             self.runner = RolloutRunner(config, self.engines, self.envs, renderer, lockstep)
+            if lockstep is None:  # else nothing may depend on timing
+                self.watch = EngineWatch(self.engines, self.runner.slots, config.inference)
+                background.append(asyncio.create_task(self._watch_engines(self.watch)))
             counts = {name: env.counts["train"] for name, env in self.envs.items()}
             weights = {name: source.weight for name, source in config.env.mix.items()}
             sampler = TaskSampler(counts, weights, config.seed)
@@ -99,6 +104,12 @@ class Orchestrator:
         names = [role.name for role in self.ctx.plan.servers()]
         try:
             await follow_restarts(self.ctx.run_dir, names, self.engines, self.config.deployment.start_timeout_s)
+        except Exception as error:
+            self.fail(error)
+
+    async def _watch_engines(self, watch: EngineWatch) -> None:
+        try:
+            await watch.follow()
         except Exception as error:
             self.fail(error)
 
@@ -305,8 +316,13 @@ class Orchestrator:
             "staleness_max": int(lags.max(initial=0)),
             "staleness_hist": np.bincount(lags, minlength=self.config.algo.max_off_policy_steps + 1).tolist(),
             "dropped_stale": groups.dropped_stale,
+            "dropped_stale_rollouts": groups.dropped_stale_rollouts,
+            "dropped_stale_requests": groups.dropped_stale_requests,
+            "dropped_stale_tokens": groups.dropped_stale_tokens,
             "filtered_groups": groups.filtered_groups,
             "failed_rollouts": sum(self.runner.stats.failures.values()),
+            "cancelled_rollouts": self.runner.stats.cancelled,
+            "aborted_requests": self.engines.aborted,
             "retried_requests": self.engines.retried,
             "engine_restarts": self.engines.restarts,
             "truncated": groups.truncated / max(groups.rollouts, 1),
@@ -321,6 +337,8 @@ class Orchestrator:
         }
         row |= {f"reward/{env}": float(np.mean(rewards)) for env, rewards in groups.rewards_by_env.items()}
         row |= {f"env/{name}": float(np.mean(values)) for name, values in groups.metrics.items()}
+        if self.watch is not None:
+            row |= self.watch.row()
         if self.runner.stats.last_error:
             row["last_rollout_error"] = self.runner.stats.last_error
         self.ctx.metrics.log(step=groups.step, policy_version=groups.step - 1, **row)

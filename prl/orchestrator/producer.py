@@ -30,6 +30,9 @@ class StepGroups:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # "<env>/<metric>" -> what environments measured
     completion_tokens: int = 0  # sampled for this step, dropped ones included
     dropped_stale: int = 0  # groups
+    dropped_stale_rollouts: int = 0
+    dropped_stale_requests: int = 0
+    dropped_stale_tokens: int = 0  # sampled ones
     filtered_groups: int = 0
     truncated: int = 0
     rollouts: int = 0
@@ -44,6 +47,13 @@ class StepGroups:
             self.metrics.setdefault(f"{env}/{name}", []).append(value)
         self.completion_tokens += sum(r.completion_tokens for r in finished)
         self.truncated += sum(r.truncated for r in finished)
+
+    def count_stale(self, group: Group) -> None:
+        """Add what was sampled for a group that became too old."""
+        self.dropped_stale += 1
+        self.dropped_stale_rollouts += len(group.finished)
+        self.dropped_stale_requests += sum(r.turns for r in group.finished)
+        self.dropped_stale_tokens += sum(r.completion_tokens for r in group.finished)
 
 
 class Producer:
@@ -164,9 +174,9 @@ class Producer:
 
     def _drop_stale(self) -> None:
         bound = self.current.step - 1 - self.algo.max_off_policy_steps  # oldest version that may still be trained
-        young = [g for g in self.ready if g.oldest_version >= bound]
-        self.current.dropped_stale += len(self.ready) - len(young)
-        self.ready = young
+        for group in [g for g in self.ready if g.oldest_version < bound]:
+            self.current.count_stale(group)
+            self.ready.remove(group)
 
     async def set_version(self, version: int) -> None:
         async with self.changed:

@@ -12,6 +12,7 @@ from typing import Any
 from prl.config.schema import RunConfig, SamplingConfig
 from prl.envs.protocol import Message, Reply, Tool
 from prl.models.chat import ChatRenderer
+from prl.orchestrator.concurrency import UNLIMITED, Limiter, start_limit
 from prl.orchestrator.conversation import Conversation
 from prl.orchestrator.engines import EngineError, EnginePool
 from prl.orchestrator.env_client import EnvClient, RolloutFailed
@@ -53,6 +54,7 @@ class BusyClock:
 class RunnerStats:
     failures: Counter[str] = field(default_factory=Counter)  # message -> times
     failed_in_a_row: int = 0
+    cancelled: int = 0  # rollouts that took longer than they may
     clock: BusyClock = field(default_factory=BusyClock)
     last_error: str = ""
 
@@ -70,8 +72,8 @@ class RolloutRunner:
     ) -> None:
         self.config, self.engines, self.envs, self.renderer, self.lockstep = config, engines, envs, renderer, lockstep
         # a barrier over all live rollouts cannot also limit how many of them are alive
-        limit = 1 << 30 if lockstep else config.inference.max_concurrent_rollouts
-        self.slots = asyncio.Semaphore(limit)
+        limit = UNLIMITED if lockstep else start_limit(config.inference, len(engines.decoding))
+        self.slots = Limiter(limit)
         self.stats = RunnerStats()
         self.version = NO_VERSION  # policy version that the engines serve
 
@@ -119,6 +121,7 @@ class RolloutRunner:
             return None
 
     def _count_failure(self, error: Exception) -> None:
+        self.stats.cancelled += isinstance(error, TimeoutError)
         text = str(error) or f"no end after {self.config.env.rollout_timeout_s} s"
         self.stats.failures[text] += 1
         self.stats.last_error = text
@@ -136,7 +139,10 @@ class RolloutRunner:
             def send(replica: int | None) -> Coroutine[Any, Any, Generation]:
                 return self.engines.generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, replica)
 
-            return await (self.lockstep.request(request_id, send) if self.lockstep else send(None))
+            reply = await (self.lockstep.request(request_id, send) if self.lockstep else send(None))
+            if reply.finish_reason == "abort":  # half a reply is nothing to score or to learn from
+                raise EngineError(f"an engine aborted a request after {len(reply.token_ids)} tokens")
+            return reply
 
         async def answer(messages: list[Message], keep: int, tools: list[Tool]) -> Reply | None:
             return await conversation.reply(messages, keep, tools)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prl.config.availability import not_available
 from prl.config.errors import UserError
-from prl.config.rules import bench, deployment, engines, memory, model, parallelism, rl, sft, vllm
+from prl.config.rules import bench, concurrency, deployment, engines, memory, model, parallelism, rl, sft, vllm
 from prl.config.rules.rule import Rule
 from prl.config.schema import RunConfig
 from prl.config.world import has_trainers
@@ -63,6 +63,10 @@ RL_RULES: tuple[Rule, ...] = (
     rl.shared_memory_needs_one_node,
     rl.adapters_travel_alone,
     rl.device_transports_need_their_gpus,
+    concurrency.adaptive_keys_take_effect,
+    concurrency.synchronous_runs_do_not_adapt,
+    concurrency.adaptive_bounds_nest,
+    concurrency.adapting_needs_metrics,
 )
 SFT_RULES: tuple[Rule, ...] = (sft.sft_follows_the_run,)
 BENCH_RULES: tuple[Rule, ...] = (

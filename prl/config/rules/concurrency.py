@@ -1,0 +1,67 @@
+"""Rules of inference.concurrency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prl.config.errors import UserError
+from prl.config.schema import ConcurrencyConfig, RunConfig
+
+ADAPTIVE_KEYS = ("min", "start", "kv_low", "kv_high")
+KEY = "inference.concurrency"
+
+
+def adaptive_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+    concurrency, usual = config.inference.concurrency, ConcurrencyConfig()
+    if concurrency.mode == "adaptive":
+        return
+    for name in ADAPTIVE_KEYS:
+        if getattr(concurrency, name) != getattr(usual, name):
+            yield UserError(
+                f"{KEY}.{name} has no effect.",
+                where=f"{KEY}.mode=fixed, {KEY}.{name}={getattr(concurrency, name)}",
+                why="as many rollouts run as inference.max_concurrent_rollouts says",
+                fix=f"{KEY}.mode=adaptive",
+            )
+
+
+def synchronous_runs_do_not_adapt(config: RunConfig) -> Iterator[UserError]:
+    if config.inference.concurrency.mode == "adaptive" and config.algo.max_off_policy_steps == 0:
+        yield UserError(
+            "A synchronous run cannot follow the engines' load.",
+            where=f"{KEY}.mode=adaptive, algo.max_off_policy_steps=0",
+            why="all rollouts of its step run together, so that the same seed gives the same bits",
+            fix=f"{KEY}.mode=fixed, or algo.max_off_policy_steps=1",
+        )
+
+
+def adaptive_bounds_nest(config: RunConfig) -> Iterator[UserError]:
+    concurrency, maximum = config.inference.concurrency, config.inference.max_concurrent_rollouts
+    if concurrency.mode == "fixed":
+        return
+    start = maximum if concurrency.start is None else concurrency.start
+    if not concurrency.min <= start <= maximum:
+        yield UserError(
+            "The bounds of the limit of rollouts do not nest.",
+            where=f"{KEY}.min={concurrency.min}, {KEY}.start={concurrency.start}, "
+            f"inference.max_concurrent_rollouts={maximum}",
+            why="min is at most start, and start at most max_concurrent_rollouts",
+            fix=f"inference.max_concurrent_rollouts={max(concurrency.min, start)} {KEY}.start=null",
+        )
+    if concurrency.kv_low >= concurrency.kv_high:
+        yield UserError(
+            "The limit of rollouts would grow and be trimmed at the same KV usage.",
+            where=f"{KEY}.kv_low={concurrency.kv_low}, {KEY}.kv_high={concurrency.kv_high}",
+            why="it rests between the two",
+            fix=f"{KEY}.kv_low={ConcurrencyConfig().kv_low} {KEY}.kv_high={ConcurrencyConfig().kv_high}",
+        )
+
+
+def adapting_needs_metrics(config: RunConfig) -> Iterator[UserError]:
+    inference = config.inference
+    if inference.concurrency.mode == "adaptive" and inference.vllm.get("disable_log_stats"):
+        yield UserError(
+            "Without its statistics vLLM does not say how full it is.",
+            where=f"{KEY}.mode=adaptive, inference.vllm.disable_log_stats=true",
+            fix="inference.vllm.disable_log_stats=false",
+        )
