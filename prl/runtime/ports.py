@@ -49,6 +49,7 @@ def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Lea
     """
     leases = Leases()
     inference, own = plan.config.inference, address or LOOPBACK
+    front = "router" if plan.roles_of("router") else "inference"  # what people talk to
     for role in plan.roles:
         if role.node != node:
             continue
@@ -61,7 +62,7 @@ def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Lea
             _reserve_for_engine(leases, role, role.engine, own)
             if not role.engine.serves:
                 continue
-        host, port = (inference.host, inference.port) if role.role == "inference" else (own, 0)
+        host, port = (inference.host, inference.port) if role.role == front else (own, 0)
         if address is not None and host == LOOPBACK:  # the default, which the others could not reach
             host = address
         leased = leases.sockets[role.name] = _bind(host, port + role.local_rank if port else 0)

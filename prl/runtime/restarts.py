@@ -1,5 +1,5 @@
 """Which children are started again when they die. Environments run other people's code; engines hold nothing that the
-trainer could not give them anew.
+trainer could not give them anew; the built-in router holds nothing at all.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from collections import Counter
 from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
 
-MAX_RESTARTS = 3  # per run: of all environments, and of all engines
+MAX_RESTARTS = 3  # per run: of all environments, of all engines, and of the router
 
 
 def why_final(config: RunConfig, role: str) -> str | None:
     """Why a child of this role is never started again; None if it may be."""
     if role == "env":
         return None
+    if role == "router":
+        # vllm-router binds its port itself, which the root therefore cannot keep for the next one
+        return None if config.inference.router.type == "builtin" else "only the built-in router is started again"
     if role != "inference":
-        return "only environments and engines are started again"
+        return "only environments, engines and routers are started again"
     if config.job != "rl":
         return "an engine that serves people is started again by them"
     if config.weight_transport.type in ("nccl", "ipc"):

@@ -35,12 +35,13 @@ from prl.runtime.view import RunView
 
 ENTRIES = {  # role, or "sft" for the trainers of an SFT job -> "module:function"
     "inference": "prl.inference.server:main",
+    "router": "prl.inference.router.server:main",
     "orchestrator": "prl.orchestrator.loop:main",
     "trainer": "prl.trainer.rl_loop:main",
     "sft": "prl.trainer.sft_loop:main",
     "env": "prl.envs.worker:main",
 }
-START_ORDER = ("inference", "env", "orchestrator", "trainer")
+START_ORDER = ("inference", "router", "env", "orchestrator", "trainer")
 POLL_S = 0.02
 BLAME_WINDOW_S = 0.3  # after the first death, so that its cause is found among those that follow from it
 DUMP_WAIT_S = 0.3  # for a hung child to write its stacks
@@ -287,7 +288,8 @@ class Supervisor:
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
             self.status.update(state="running", began=True, **self._snapshot())
             if self.plan.config.job == "inference":
-                urls = ", ".join(self.endpoints[role.name] for role in self.plan.servers())
+                front = self.plan.roles_of("router") or self.plan.servers()
+                urls = ", ".join(self.endpoints[role.name] for role in front)
                 self.home.progress.note(f"serving {self.plan.config.model.name} at {urls}; Ctrl-C stops")
         else:
             self.status.update(**self._snapshot())

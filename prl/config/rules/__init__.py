@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prl.config.availability import not_available
 from prl.config.errors import UserError
-from prl.config.rules import bench, concurrency, deployment, engines, memory, model, parallelism, rl, sft, vllm
+from prl.config.rules import bench, concurrency, deployment, engines, memory, model, parallelism, rl, router, sft, vllm
 from prl.config.rules.rule import Rule
 from prl.config.schema import RunConfig
 from prl.config.world import has_trainers
@@ -25,6 +25,10 @@ COMMON_RULES: tuple[Rule, ...] = (
     engines.experts_can_be_spread,
     engines.prefill_and_decode_apart_fit,
     engines.offloaded_kv_has_a_place,
+    router.router_keys_take_effect,
+    router.router_has_its_url,
+    router.router_does_not_separate_prefill,
+    router.router_keeps_strangers_out,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     model.fp8_fits_the_model,

@@ -1,0 +1,88 @@
+"""Rules of inference.router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from prl.config.errors import UserError
+from prl.config.schema import RouterConfig, RunConfig
+from prl.config.world import has_engines, has_router
+
+POLICY_KEYS = ("policy", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold")
+
+
+def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+    router, usual = config.inference.router, RouterConfig()
+    if router.type in ("none", "url"):
+        for key in POLICY_KEYS:
+            if getattr(router, key) != getattr(usual, key):
+                yield UserError(
+                    f"inference.router.{key} has no effect.",
+                    where=f"inference.router.type={router.type}, inference.router.{key}={getattr(router, key)}",
+                    why="no router of this run reads it",
+                    fix=f"inference.router.type=builtin, or inference.router.{key}={getattr(usual, key)}",
+                )
+    if router.policy == "round_robin":
+        for key in POLICY_KEYS[1:]:
+            if getattr(router, key) != getattr(usual, key):
+                yield UserError(
+                    f"inference.router.{key} has no effect.",
+                    where=f"inference.router.policy=round_robin, inference.router.{key}={getattr(router, key)}",
+                    why="taking turns looks at neither caches nor load",
+                    fix=f"inference.router.policy=cache_aware, or inference.router.{key}={getattr(usual, key)}",
+                )
+    unserved = not has_engines(config) or (config.bench is not None and config.bench.target == "inference")
+    if router.type != "none" and (unserved or (router.type == "url" and config.job == "inference")):
+        yield UserError(
+            "Nobody would send anything to the router.",
+            where=f"inference.router.type={router.type}, job={config.job}",
+            why="this job has no HTTP servers" if unserved else "it has no orchestrator, whose requests go to the URL",
+            fix="inference.router.type=none",
+        )
+
+
+def router_has_its_url(config: RunConfig) -> Iterator[UserError]:
+    router = config.inference.router
+    if router.type != "url":
+        if router.url is not None:
+            yield UserError(
+                "inference.router.url has no effect.",
+                where=f"inference.router.type={router.type}, inference.router.url={router.url}",
+                why="it is the address of a router that this run does not start",
+                fix="inference.router.type=url, or inference.router.url=null",
+            )
+    elif router.url is None or not _is_base_url(router.url):
+        yield UserError(
+            "The router has no address.",
+            where=f"inference.router.type=url, inference.router.url={router.url}",
+            why="generation goes to URL/inference/v1/generate, so it begins with http(s):// and ends in no slash",
+            fix="inference.router.url=http://HOST:PORT",
+        )
+
+
+def router_does_not_separate_prefill(config: RunConfig) -> Iterator[UserError]:
+    router, prefill = config.inference.router, config.inference.pd.num_prefill_gpus
+    if has_router(config) and prefill:
+        yield UserError(
+            "The routers of a run take every engine for one that prefills and decodes.",
+            where=f"inference.router.type={router.type}, inference.pd.num_prefill_gpus={prefill}",
+            why="a request would end where its prompt was computed",
+            fix="inference.router.type=none, or a URL of a router that knows both, or inference.pd.num_prefill_gpus=0",
+        )
+
+
+def router_keeps_strangers_out(config: RunConfig) -> Iterator[UserError]:
+    inference = config.inference
+    if inference.router.type == "vllm_router" and config.job == "inference" and inference.api_key_var is None:
+        yield UserError(
+            "vllm-router would let web pages into an open server.",
+            where="inference.router.type=vllm_router, inference.api_key_var=null",
+            why="it asks for no key, and drops the Origin and Host by which engines without a key know web pages",
+            fix="inference.api_key_var=PRL_API_KEY, or inference.router.type=builtin",
+        )
+
+
+def _is_base_url(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https") and bool(parts.netloc) and not url.endswith("/")

@@ -1,0 +1,187 @@
+"""The built-in router: a reverse proxy over the generating routes, on aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from prl.config.schema import RouterConfig
+from prl.inference.guard import refusal
+from prl.inference.router.metrics import prometheus_text
+from prl.inference.router.policy import Policy
+from prl.inference.router.prefixes import prompt_keys
+from prl.inference.router.replicas import HealthChecks, Replica
+
+GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
+MODELS_ROUTE = "/v1/models"
+# one engine would obey and the others not
+CONTROL_ROUTES = (
+    *("/pause", "/resume", "/abort_requests", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
+    *("/reset_prefix_cache", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/weight_info", "/load", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+HOP_BY_HOP = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
+    *("transfer-encoding", "upgrade", "content-length", "host", "authorization", "expect"),
+}
+MAX_BODY_BYTES = 1 << 30  # as the engines
+IDLE_CONNECTION_S = 2.0  # uvicorn, under vLLM, closes idle connections after 5 s
+
+
+class Unanswered(Exception):
+    """The replica failed before the first byte of its answer: another one may be asked."""
+
+
+class Router:
+    """One URL for all replicas.
+
+    Args:
+        replicas: name -> URL.
+        key: that the engines want.
+        keys: of which clients must bring one; none for an open server.
+    """
+
+    def __init__(self, config: RouterConfig, replicas: dict[str, str], key: str, keys: list[bytes]) -> None:
+        self.policy = Policy(config)
+        self.replicas = [Replica(name, url) for name, url in replicas.items()]
+        self.key, self.keys = key, keys
+        self.retries = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether some replica is."""
+        return any(replica.healthy for replica in self.replicas)
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app.router.add_routes([web.post(route, self._generate) for route in GENERATING_ROUTES])
+        app.router.add_get(MODELS_ROUTE, self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/workers", self._workers)
+        app.router.add_route("*", "/{path:.*}", self._refuse)
+        app.cleanup_ctx.append(self._running)
+        return app
+
+    async def _running(self, app: web.Application) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+        timeout = aiohttp.ClientTimeout(total=None)  # the client's patience counts
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self.session:
+            self.checks = HealthChecks(self.session, self.replicas, self.policy.forget)
+            checking = asyncio.create_task(self.checks.run())
+            yield
+            checking.cancel()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        authorization, origin = request.headers.get("Authorization", ""), request.headers.get("Origin")
+        if reason := refusal(self.keys, request.path, authorization, origin, request.host):
+            return error_response(401, reason, "AuthenticationError")
+        return await handler(request)
+
+    # --- what is passed on --------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError):
+            body = None  # an engine will say what is wrong
+        return await self._forward(request, data, prompt_keys(body) if isinstance(body, dict) else [])
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return await self._forward(request, b"", [])
+
+    async def _forward(self, request: web.Request, data: bytes, keys: list[int]) -> web.StreamResponse:
+        """Ask one replica after another until one answers, each at most once."""
+        tried: set[int] = set()
+        why = "no replica is healthy"
+        while loads := {i: r.in_flight for i, r in enumerate(self.replicas) if r.healthy and i not in tried}:
+            index = self.policy.choose(keys, loads)
+            self.retries += bool(tried)
+            tried.add(index)
+            replica = self.replicas[index]
+            replica.in_flight += 1
+            replica.requests += 1
+            try:
+                return await self._exchange(request, data, replica)
+            except Unanswered as failure:
+                replica.failures += 1
+                why = f"{replica.name}: {failure}"
+                self.checks.fail(index, str(failure))
+            finally:
+                replica.in_flight -= 1
+        return error_response(503, why, "ServiceUnavailableError")
+
+    async def _exchange(self, request: web.Request, data: bytes, replica: Replica) -> web.StreamResponse:
+        """One question, one answer. Raises Unanswered."""
+        answer = await self._ask(request, data, replica)
+        async with answer:
+            if answer.status == 503:
+                raise Unanswered(f"503: {(await answer.text(errors='replace'))[:300]}")
+            headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
+            if answer.content_type != "text/event-stream":
+                try:
+                    content = await answer.read()
+                except aiohttp.ClientError as error:
+                    raise Unanswered(f"{type(error).__name__}: {error}") from error
+                return web.Response(status=answer.status, headers=headers, body=content)
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            await response.prepare(request)
+            # an answer that breaks off cannot be taken back: the client's connection breaks off, too
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+    async def _ask(self, request: web.Request, data: bytes, replica: Replica) -> aiohttp.ClientResponse:
+        """The head of the answer. A client that hangs up ends the call, and with it what the engine does for it."""
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        headers["Authorization"] = f"Bearer {self.key}"
+        for name in ("Origin", "Cookie"):  # of no concern to engines, who would take an Origin for a web page
+            headers.pop(name, None)
+        call = asyncio.ensure_future(
+            self.session.request(request.method, replica.url + request.path_qs, data=data or None, headers=headers)
+        )
+        replica.waiting.add(call)
+        try:
+            await asyncio.wait([call])
+            if call.cancelled():
+                raise Unanswered("it is being restarted")
+            return call.result()
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unanswered(f"{type(error).__name__}: {error}") from error
+        finally:
+            call.cancel()
+            replica.waiting.discard(call)
+
+    # --- its own routes -----------------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.is_healthy else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text = prometheus_text(self.replicas, self.policy, self.retries)
+        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        """As vllm-router has it: where the engines are, say for those who scrape their metrics."""
+        workers = [{"url": r.url, "is_healthy": r.healthy, "load": r.in_flight} for r in self.replicas]
+        return web.json_response({"workers": workers, "total": len(workers)})
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        if request.path in CONTROL_ROUTES:
+            return error_response(
+                403, f"{request.path} is for all engines or one: ask those of GET /workers", "Forbidden"
+            )
+        return error_response(404, f"the router has no {request.method} {request.path}", "NotFoundError")
+
+
+def error_response(status: int, message: str, kind: str) -> web.Response:
+    """In the engines' form."""
+    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
