@@ -18,6 +18,7 @@ NEEDS = {
     "data=hf": ["sft.data.source=owner/name"],
     "env=verifiers": ["env.id=x"],
     "weight_transport=ipc": ["deployment=colocated"],
+    "weight_transport=lora": ["inference=vllm", "memory=lora"],
 }
 CHOICES = [(group, choice) for group, choices in config_groups().items() for choice in choices]
 
