@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import socket
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from weight_updates import published
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
 from prl.transport import weights
-from prl.transport.weights import FilesystemPublisher, SharedMemoryPublisher, make_publisher, receive
+from prl.transport.weights import SharedMemoryPublisher, make_publisher, receive, stage
+from prl.transport.weights_files import FilesystemPublisher
 
 KINDS = ("filesystem", "shared_memory", "tcp")
 LOOPBACK = "127.0.0.1"
@@ -104,6 +106,29 @@ def test_a_source_that_is_gone_is_an_os_error(file_publisher):
     data_file(info).unlink()
     with pytest.raises(OSError, match="No such file"):
         list(receive(info))
+
+
+def test_files_are_written_one_after_another_and_no_more_than_one_is_held(tmp_path):
+    """Ten tensors of 4 KiB, files of 12: what has been written is let go before the next is asked for."""
+    publisher = FilesystemPublisher(tmp_path / "weights", 2, file_bytes=12 << 10)
+    alive, most = weakref.WeakSet(), []
+
+    def made():
+        for i in range(10):
+            tensor = torch.full((1024,), float(i))
+            alive.add(tensor)
+            most.append(len(alive))
+            yield f"t{i}", tensor
+            del tensor
+
+    info = published(publisher, 1, made())
+    assert max(most) <= 5, most  # three of a file, the one that did not fit any more, and the newest
+    names = sorted(path.name for path in Path(info["path"]).glob("*.safetensors"))
+    assert names == ["model-1.safetensors", "model-2.safetensors", "model-3.safetensors", "model.safetensors"]
+    assert {name: float(tensor[0]) for name, tensor in receive(info)} == {f"t{i}": float(i) for i in range(10)}
+    (Path(info["path"]) / names[1]).unlink()
+    with pytest.raises(OSError, match="No such file"):
+        stage(info)
 
 
 def tcp_publisher(timeout_s=5.0):

@@ -10,10 +10,8 @@ on. Device transports (nccl, ipc) hold nothing: trainer and engines meet, and bu
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
 from prl.transport.buckets import Announce
 from prl.transport.flat import layout_of, tensor_at
+from prl.transport.weights_files import FilesystemPublisher, check_file, manifest_of, receive_files
 from prl.transport.weights_ipc import receive_ipc
 from prl.transport.weights_nccl import receive_nccl
 from prl.transport.weights_tcp import TcpPublisher, receive_tcp
@@ -59,7 +58,7 @@ def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[
     Raises ValueError when a checksum does not match, OSError when the source is not there.
     """
     if update_info["type"] == "filesystem":
-        return _receive_files(Path(update_info["path"]), verify)
+        return receive_files(Path(update_info["path"]), verify)
     if update_info["type"] == "tcp":
         return receive_tcp(update_info, verify)
     return _receive_shared(update_info, verify)
@@ -79,82 +78,11 @@ def stage(update_info: dict[str, Any], verify: bool = True, device: torch.device
     if update_info["type"] == "tcp":
         return list(receive_tcp(update_info, verify))
     if update_info["type"] == "filesystem":
-        for path, expected in _manifest(Path(update_info["path"])):
-            _check_file(path, expected if verify else None)
+        for path, expected in manifest_of(Path(update_info["path"])):
+            check_file(path, expected if verify else None)
     else:
         _map_shared(update_info, verify)
     return receive(update_info, verify=False)
-
-
-# --- filesystem -------------------------------------------------------------------------------------------------------
-
-
-def _crc32_of(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            value = zlib.crc32(chunk, value)
-    return value
-
-
-class FilesystemPublisher:
-    """`weights/step_N/model.safetensors` with a manifest; a directory appears whole (rename) or not at all."""
-
-    def __init__(self, weights_dir: Path, keep: int) -> None:
-        self.dir, self.keep = weights_dir, keep
-        shutil.rmtree(weights_dir, ignore_errors=True)  # versions of an earlier attempt: the trainer publishes anew
-        weights_dir.mkdir(parents=True)
-
-    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        partial = self.dir / f"step_{version}.partial"
-        partial.mkdir(exist_ok=True)
-        try:
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors}, partial / "model.safetensors")
-        except (OSError, SafetensorError) as error:  # its Rust writer reports a full disk in its own type
-            raise UserError(
-                f"the weights of version {version} could not be written: {error}",
-                where=str(partial),
-                why="weight_transport=filesystem needs room for the model there",
-                fix="free space, point output_dir elsewhere, or use weight_transport=shared_memory",
-            ) from error
-        manifest = {"version": version, "files": {"model.safetensors": _crc32_of(partial / "model.safetensors")}}
-        (partial / "manifest.json").write_text(json.dumps(manifest))
-        final = self.dir / f"step_{version}"
-        partial.rename(final)
-        versions = sorted(self.dir.glob("step_*[0-9]"), key=lambda p: int(p.name.split("_")[1]))
-        for old in versions[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
-        announce({"type": "filesystem", "path": str(final), "version": version})
-
-    def acknowledge(self) -> None:
-        """The newest versions are kept."""
-
-
-def _manifest(path: Path) -> list[tuple[Path, int]]:
-    """The files of a version with their CRC-32."""
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    return [(path / name, crc32) for name, crc32 in files.items()]
-
-
-def _check_file(path: Path, expected: int | None) -> None:
-    """`expected`: its CRC-32; None asks only whether it is there."""
-    if expected is None:
-        path.stat()
-    elif (found := _crc32_of(path)) != expected:
-        raise ValueError(f"{path} is damaged: CRC-32 {found:08x}, written as {expected:08x}")
-
-
-def _receive_files(path: Path, verify: bool) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    for file_path, expected in _manifest(path):
-        _check_file(file_path, expected if verify else None)
-        with safe_open(file_path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (safe_open is not a dict)
-                yield key, file.get_tensor(key)
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
