@@ -74,8 +74,8 @@ def test_the_router_has_the_port_that_people_know():
         ("inference", ["inference.router.type=url", "inference.router.url=http://h:1"], "Nobody would send"),
         ("bench", [BUILTIN, "bench.target=inference"], "Nobody would send"),
         ("inference", ["inference.router.type=vllm_router"], "let web pages into"),
-        ("rl", [BUILTIN, "inference=vllm", "deployment.num_infer_gpus=2", "inference.pd.num_prefill_gpus=1"],
-         "take every engine for one that prefills and decodes"),
+        ("rl", ["inference.router.type=auto", "inference=vllm", "deployment.num_infer_gpus=2",
+                "inference.pd.num_prefill_gpus=1"], "started here for engines that prefill and decode"),
     ],
 )  # fmt: skip
 def test_what_a_router_cannot_honour_is_refused(job, overrides, words):

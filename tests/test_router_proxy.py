@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 
 import aiohttp
@@ -84,13 +85,13 @@ async def until(condition, timeout_s=5):
 
 
 @contextlib.asynccontextmanager
-async def routed(count=2, keys=(b"token",), urls=(), **config):
+async def routed(count=2, keys=(b"token",), urls=(), kinds=None, **config):
     """A router in front of upstreams (and of other URLs), and a client."""
     upstreams = [Upstream(f"u{i}") for i in range(count)]
     async with contextlib.AsyncExitStack() as stack:
         own = [await stack.enter_async_context(upstream.serving()) for upstream in upstreams]
         named = {f"inference/{i}": url for i, url in enumerate([*own, *urls])}
-        router = Router(RouterConfig(**config), named, "token", list(keys))
+        router = Router(RouterConfig(**config), named, "token", list(keys), kinds)
         url = await stack.enter_async_context(served(router.app()))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         await until(lambda: sum(replica.healthy for replica in router.replicas) >= count)
@@ -409,5 +410,62 @@ def test_failures_while_a_replica_is_being_restarted_are_no_errors_however_long(
             assert not job.done()
             fakes[1].dying = None
             assert (await job).token_ids == [9, 9]
+
+    asyncio.run(scenario())
+
+
+# --- prefill and decode apart -----------------------------------------------------------------------------------------
+
+KINDS = ["prefill", "decode", "decode"]
+PLACE = {"do_remote_prefill": True, "remote_block_ids": [3]}
+
+
+def leave_kv(upstream):
+    async def act(request):
+        return web.json_response({"choices": [], "kv_transfer_params": PLACE})
+
+    upstream.act = act
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "short"),
+    [
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 9, "seed": 3}},
+         {"sampling_params": {"max_tokens": 1, "min_tokens": 0, "seed": 3}}),
+        ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 9, "stream": True, "n": 2},
+         {"max_completion_tokens": 1, "stream": False}),
+        ("/v1/completions", {"prompt": "a"}, {"max_tokens": 1}),
+    ],
+)  # fmt: skip
+def test_a_prompt_goes_to_a_prefill_engine_and_its_kv_to_a_decode_engine(route, body, short):
+    async def scenario():
+        async with routed(3, kinds=KINDS) as (client, (prefill, *decode)):
+            leave_kv(prefill)
+            for _ in range(4):
+                status, text = await client.ask(route=route, cache_salt="s", **body)
+                assert status == 200, text
+            first = [json.loads(asked) for _, asked, _ in prefill.asked]
+            second = [json.loads(asked) for upstream in decode for _, asked, _ in upstream.asked]
+            assert len(first) == len(second) == 4
+            wish = {"do_remote_decode": True, "do_remote_prefill": False}
+            expected = {"cache_salt": "s", "kv_transfer_params": wish, **short}
+            assert {name: first[0].get(name) for name in expected} == expected
+            assert "n" not in first[0]
+            assert second[0] == {"cache_salt": "s", "kv_transfer_params": PLACE, **body}
+
+    asyncio.run(scenario())
+
+
+def test_what_a_prefill_engine_refuses_is_the_answer_and_without_one_there_is_none():
+    async def scenario():
+        async with routed(3, kinds=KINDS) as (client, (prefill, *decode)):
+            prefill.status = 400
+            assert await client.ask(token_ids=PROMPT) == (400, '{"who": "u0"}')
+            prefill.status = 200
+            status, text = await client.ask(token_ids=PROMPT)
+            assert (status, "no place of its KV" in text) == (500, True)
+            prefill.status = 503
+            assert (await client.ask(token_ids=PROMPT))[0] == 503
+            assert not [asked for upstream in decode for asked in upstream.asked]
 
     asyncio.run(scenario())

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
+from aiohttp import web
+from inference_server import TOKEN
 from runs import rows, run
 from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving
 
-from prl.config.schema import WeightTransportConfig
+from prl.config.schema import RouterConfig, WeightTransportConfig
+from prl.inference.router.proxy import Router
 from prl.models.checkpoint import load_model, resolve_model_path
 from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.engines import EnginePool
@@ -63,6 +68,39 @@ def test_a_prompt_is_computed_by_one_engine_and_continued_by_another(apart: Serv
         assert differences(model, generation, LONG_PROMPT).max() < 1e-3
         got = apart.http.metric("external_prefix_cache_hits_total") - received
         assert got >= len(LONG_PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS - 1, "the prompt was computed again"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_of_the_router_do_not_notice_that_prefill_and_decode_are_apart(apart: Server, stream: bool) -> None:
+    urls = {f"inference/{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(apart.ports)}
+    body = {"messages": [{"role": "user", "content": "a long question, " * 8}], "max_tokens": 8, "temperature": 0,
+            "ignore_eos": True, "cache_salt": f"stream {stream}", "stream": stream}  # fmt: skip
+
+    async def scenario() -> str:
+        router = Router(RouterConfig(), urls, TOKEN, [TOKEN.encode()], apart.kinds)
+        runner = web.AppRunner(router.app(), access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        try:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}", headers=headers) as session:
+                while not router.is_healthy:
+                    await asyncio.sleep(0.05)
+                async with session.post("/v1/chat/completions", json=body) as response:
+                    assert response.status == 200, await response.text()
+                    return await response.text()
+        finally:
+            await runner.cleanup()
+
+    received = apart.http.metric("external_prefix_cache_hits_total")
+    answer = asyncio.run(scenario())
+    assert apart.http.metric("external_prefix_cache_hits_total") >= received + BLOCK_TOKENS
+    if stream:
+        assert answer.rstrip().endswith("data: [DONE]")
+        assert answer.count("data: ") > 4
+    else:
+        assert json.loads(answer)["usage"]["completion_tokens"] == 8
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import numpy as np
 from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.rollout import Generation
+from prl.planning.vllm_arguments import PREFILL_ONLY
 from prl.transport.weights_lora import ADAPTER, LORA, load_steps
 
 # running requests keep their KV: vLLM would drop it with the caches, and compute it anew under the next weights
@@ -257,11 +258,10 @@ class EnginePool:
     async def _prefill(self, body: dict[str, Any]) -> dict[str, Any]:
         """Compute a prompt's KV on a prefill replica. Returns where a decode replica finds it, in vLLM's own terms."""
         index = self._least_busy(self.prefilling)
-        once = body["sampling_params"] | {"max_tokens": 1}
-        wish = {"do_remote_decode": True, "do_remote_prefill": False}
+        once = {"sampling_params": body["sampling_params"] | {"max_tokens": 1}, "kv_transfer_params": PREFILL_ONLY}
         self.in_flight[index] += 1
         try:
-            reply = await self._ask(index, GENERATE, body | {"sampling_params": once, "kv_transfer_params": wish})
+            reply = await self._ask(index, GENERATE, body | once)
         finally:
             self.in_flight[index] -= 1
         found = reply.get("kv_transfer_params")

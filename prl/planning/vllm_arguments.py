@@ -11,6 +11,8 @@ from prl.config.schema import RunConfig
 from prl.planning.run_plan import EnginePlan, RolePlan
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; a smaller one takes the next
+# kv_transfer_params of a request that is to leave its KV for another engine
+PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
 BACKEND = "prl"  # weight_transfer_config.backend, as our plugin registers it
 
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPUs

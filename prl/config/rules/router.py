@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from prl.config.errors import UserError
 from prl.config.schema import RouterConfig, RunConfig
-from prl.config.world import has_engines, has_router
+from prl.config.world import has_engines
 
 POLICY_KEYS = ("policy", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold")
 
@@ -63,12 +63,12 @@ def router_has_its_url(config: RunConfig) -> Iterator[UserError]:
 
 def router_does_not_separate_prefill(config: RunConfig) -> Iterator[UserError]:
     router, prefill = config.inference.router, config.inference.pd.num_prefill_gpus
-    if has_router(config) and prefill:
+    if router.type in ("auto", "vllm_router") and prefill:
         yield UserError(
-            "The routers of a run take every engine for one that prefills and decodes.",
+            "vllm-router is started here for engines that prefill and decode.",
             where=f"inference.router.type={router.type}, inference.pd.num_prefill_gpus={prefill}",
-            why="a request would end where its prompt was computed",
-            fix="inference.router.type=none, or a URL of a router that knows both, or inference.pd.num_prefill_gpus=0",
+            why="its own mode for engines apart is not used yet",
+            fix="inference.router.type=builtin, or none, or a URL of one that was started otherwise",
         )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from prl.config.engines import EngineKind
 from prl.config.schema import RouterConfig
 from prl.inference.guard import refusal
 from prl.inference.router.metrics import prometheus_text
 from prl.inference.router.policy import Policy
+from prl.inference.router.prefill import decode_body, prefill_body
 from prl.inference.router.prefixes import prompt_keys
 from prl.inference.router.replicas import HealthChecks, Replica
 
@@ -42,20 +44,31 @@ class Router:
 
     Args:
         replicas: name -> URL.
+        kinds: of each replica; None: all prefill and decode by themselves.
         key: that the engines want.
         keys: of which clients must bring one; none for an open server.
     """
 
-    def __init__(self, config: RouterConfig, replicas: dict[str, str], key: str, keys: list[bytes]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        replicas: dict[str, str],
+        key: str,
+        keys: list[bytes],
+        kinds: Sequence[EngineKind] | None = None,
+    ) -> None:
         self.policy = Policy(config)
-        self.replicas = [Replica(name, url) for name, url in replicas.items()]
+        kinds = kinds or ["both"] * len(replicas)
+        self.replicas = [Replica(name, url, kind) for (name, url), kind in zip(replicas.items(), kinds, strict=True)]
+        self.prefills = "prefill" in kinds
         self.key, self.keys = key, keys
         self.retries = 0
 
     @property
     def is_healthy(self) -> bool:
-        """Whether some replica is."""
-        return any(replica.healthy for replica in self.replicas)
+        """Whether some replica of each kind is."""
+        kinds = {replica.kind for replica in self.replicas}
+        return kinds == {replica.kind for replica in self.replicas if replica.healthy}
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
@@ -92,16 +105,30 @@ class Router:
             body = json.loads(data)
         except (ValueError, RecursionError):
             body = None  # an engine will say what is wrong
-        return await self._forward(request, data, prompt_keys(body) if isinstance(body, dict) else [])
+        keys = prompt_keys(body) if isinstance(body, dict) else []
+        if not self.prefills or not isinstance(body, dict):
+            return await self._forward(request, data, keys)
+        answer = await self._forward(request, json.dumps(prefill_body(body)).encode(), keys, "prefill")
+        if answer.status != 200:
+            return answer
+        assert isinstance(answer, web.Response)
+        assert isinstance(answer.body, bytes)
+        found = json.loads(answer.body).get("kv_transfer_params")
+        if not found:
+            return error_response(500, "a prefill engine returned no place of its KV", "InternalServerError")
+        return await self._forward(request, json.dumps(decode_body(body, found)).encode(), keys)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return await self._forward(request, b"", [])
 
-    async def _forward(self, request: web.Request, data: bytes, keys: list[int]) -> web.StreamResponse:
-        """Ask one replica after another until one answers, each at most once."""
+    async def _forward(
+        self, request: web.Request, data: bytes, keys: list[int], kind: EngineKind = "decode"
+    ) -> web.StreamResponse:
+        """Ask one replica after another until one answers, each at most once; `decode`: or one that does both."""
         tried: set[int] = set()
         why = "no replica is healthy"
-        while loads := {i: r.in_flight for i, r in enumerate(self.replicas) if r.healthy and i not in tried}:
+        able = {i: r for i, r in enumerate(self.replicas) if (r.kind == "prefill") == (kind == "prefill")}
+        while loads := {i: r.in_flight for i, r in able.items() if r.healthy and i not in tried}:
             index = self.policy.choose(keys, loads)
             self.retries += bool(tried)
             tried.add(index)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from prl.config.engines import EngineKind
+
 log = logging.getLogger("prl.router")
 
 CHECK_INTERVAL_S = 1.0
@@ -22,6 +24,7 @@ class Replica:
 
     name: str
     url: str
+    kind: EngineKind = "both"
     healthy: bool = False
     silent: int = 0  # checks in a row without an answer
     waiting: set[asyncio.Future[aiohttp.ClientResponse]] = field(default_factory=set)  # for the first byte of an answer

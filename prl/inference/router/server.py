@@ -43,8 +43,10 @@ def takes_vllm_router(config: RunConfig) -> bool:
 async def serve(ctx: ChildContext) -> None:
     """The built-in router, until asked to stop. It is ready with its first engine."""
     config = ctx.plan.config
-    engines = {role.name: ctx.endpoints[role.name] for role in ctx.plan.servers()}
-    router = Router(config.inference.router, engines, ctx.token, server_keys(config, ctx.token))
+    servers = ctx.plan.servers()
+    engines = {role.name: ctx.endpoints[role.name] for role in servers}
+    kinds = [role.engine.kind for role in servers if role.engine]
+    router = Router(config.inference.router, engines, ctx.token, server_keys(config, ctx.token), kinds)
     runner = web.AppRunner(router.app(), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
     await runner.setup()
     assert ctx.listen_socket is not None
