@@ -341,6 +341,13 @@ def step_of(*rollouts, step=5):
     return StepGroups(step, [Group(0, "a", len(rollouts), list(rollouts))])
 
 
+def test_a_step_whose_groups_were_all_counted_before_has_their_rewards():
+    groups = step_of(rollout_of("a", 1.0, [4]), rollout_of("a", 0.0, [4]))
+    assert groups.sampled_rewards == [1.0, 0.0]
+    groups.count("a", [rollout_of("a", 0.5, [4])])
+    assert groups.sampled_rewards == [0.5], "as long as something finished, that is what the policy does now"
+
+
 def test_batches_carry_advantages_on_sampled_tokens_only():
     good, bad = rollout_of("a", 1.0, [4]), rollout_of("a", 0.0, [3, 4], prompt=2, length=2)
     good.advantage, bad.advantage = 0.5, -0.25

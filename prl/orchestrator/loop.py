@@ -311,8 +311,8 @@ class Orchestrator:
         lags = staleness(batches)
         finished = [r for g in groups.groups for r in g.finished]
         row: dict[str, Any] = {
-            "reward": float(np.mean(groups.rewards)),
-            "reward_std": float(np.std(groups.rewards)),
+            "reward": float(np.mean(groups.sampled_rewards)),
+            "reward_std": float(np.std(groups.sampled_rewards)),
             "staleness_mean": float(lags.mean()) if lags.size else 0.0,
             "staleness_max": int(lags.max(initial=0)),
             "staleness_hist": np.bincount(lags, minlength=self.config.algo.max_off_policy_steps + 1).tolist(),

@@ -37,6 +37,11 @@ class StepGroups:
     truncated: int = 0
     rollouts: int = 0
 
+    @property
+    def sampled_rewards(self) -> list[float]:
+        """What finished while this step was collected; of what it trains, when all of that was counted before."""
+        return self.rewards or [r.reward for group in self.groups for r in group.finished]
+
     def count(self, env: str, finished: list[Rollout]) -> None:
         """Add a group's rollouts, trained or not, to the numbers of this step."""
         rewards = [r.reward for r in finished]
