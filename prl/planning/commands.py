@@ -23,6 +23,7 @@ from prl.planning.vllm_arguments import (
 
 FIRST_PORT = 20000
 MODEL = "$MODEL"  # a checkpoint that the run itself makes
+MIRROR = "wandb"  # a process of its own, without a role in the plan
 HEAD = """\
 # As an agent on each node starts them. $RUN_DIR is the run directory; node N is called nodeN, and ports, which are
 # whichever are free at start, count up from {port}. A line of `vllm serve` is what runs within the process above it."""
@@ -37,6 +38,8 @@ def render_commands(plan: RunPlan, old: bool = False) -> str:
         for role in plan.roles:
             if role.node == node:
                 lines += _process(plan, role, endpoints, old)
+        if node == 0 and plan.config.logging.wandb.mode != "disabled" and plan.config.job != "inference":
+            lines += [f"{MIRROR} (mirrors metrics)", f"  python -m prl.runtime.child $RUN_DIR {MIRROR}"]
     return "\n".join(lines) + "\n"
 
 
@@ -80,7 +83,7 @@ def _process(plan: RunPlan, role: RolePlan, endpoints: Mapping[str, str], old: b
         path = plan.config.model.path if plan.config.model.path and not plan.config.warm_start else MODEL
         on_cpu = plan.config.deployment.device == "cpu"
         arguments = server_arguments(plan.config, role, path, endpoints, on_cpu=on_cpu, old=old)
-        words = " ".join(word if word == MODEL else _quoted(word) for word in to_argv(arguments))
+        words = " ".join(word if MODEL in word else _quoted(word) for word in to_argv(arguments))
         lines.append(f"  vllm serve {words}")
     return lines
 
