@@ -15,8 +15,6 @@ from prl.models.hf_causal_lm import build_hf_model
 from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.recompute import apply_checkpointing
 
-pytestmark = pytest.mark.numerics
-
 LAYERS = 6
 CARDS = {"dense": dense_card, "moe": moe_card}
 RECOMPUTE = {mode: ActivationCheckpointing(mode=mode) for mode in ("none", "full", "selective")}

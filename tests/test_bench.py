@@ -42,6 +42,7 @@ def check_training(result: dict, tokens_per_step: int, ranks: int) -> None:
     assert len(result["loss"]) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_rl_trainer_on_one_rank_with_a_profile(tmp_path):
     result = bench(tmp_path, "bench.doc_len=[60,30,10]", "bench.micro_batches=2", "bench.profile=true")

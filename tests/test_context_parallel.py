@@ -14,8 +14,6 @@ from prl.models.attention_kernels import varlen_backward, varlen_forward
 from prl.trainer.context_parallel import ContextGroup, shard_row
 from prl.trainer.ring_attention import block_of, zigzag_layout
 
-pytestmark = pytest.mark.numerics
-
 CPU = torch.device("cpu")
 PACKINGS = ((7, 20, 1, 3), (1,), (37,), (2, 2, 1, 9), (8, 16))
 CASES = [

@@ -166,6 +166,7 @@ def test_a_requeued_job_starts_again_and_knows_it(tmp_path):
     assert states[1].startswith("CANCELLED")
 
 
+@pytest.mark.exhaustive
 def test_preemption_warns_the_tasks_and_requeues(tmp_path):
     job = sbatch(tmp_path, task(tmp_path, terms=2), "--partition=preemptible", "--gres=gpu:8")
     wait_until(lambda: "start 0" in said(tmp_path, job), 20, "start")
@@ -177,6 +178,7 @@ def test_preemption_warns_the_tasks_and_requeues(tmp_path):
     assert f"{job}|PREEMPTED|0:0" in accounting(job, "--duplicates")
 
 
+@pytest.mark.exhaustive
 def test_the_requested_signal_comes_before_the_end(tmp_path):
     """SLURM looks at the time every 30 s or so: a warning may come half a minute early."""
     trap = f"trap 'echo batch USR1 >> $SLURM_JOB_ID.said' USR1; {task(tmp_path)} & wait; wait"

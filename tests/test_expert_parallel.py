@@ -22,8 +22,6 @@ from prl.planning.run_plan import MeshPlan
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.world import build_world
 
-pytestmark = pytest.mark.numerics
-
 # --- moving rows ------------------------------------------------------------------------------------------------------
 
 

@@ -29,8 +29,6 @@ from prl.models.fp8_cast import (
 from prl.models.fp8_groups import group_rows
 from prl.models.moe import Experts
 
-pytestmark = pytest.mark.numerics
-
 EPS = 2**-4  # half the distance of neighbouring e4m3 values, relative to them
 
 

@@ -8,8 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prl.trainer.head import logprob_head
 
-pytestmark = pytest.mark.numerics
-
 
 def run(chunk, tokens=23, picked=17, vocab=29, temperature=0.7, entropy_coef=0.3, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)

@@ -23,8 +23,6 @@ from prl.trainer.optim import build_optimizers
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import build_world
 
-pytestmark = pytest.mark.numerics
-
 DOCS = [7, 1, 12, 5]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 SIZES = {
@@ -230,7 +228,7 @@ def test_what_needs_our_own_code_is_refused(overrides, fix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
 def test_an_sft_run_of_another_family_over_two_ranks(family, tmp_path):
     """FSDP, checkpointing and export; the same losses as on one rank."""
     model = plain_model(family, vocab_size=tiny.VOCAB)

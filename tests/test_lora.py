@@ -25,8 +25,6 @@ from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.optim import build_optimizers
 from prl.trainer.recompute import apply_checkpointing
 
-pytestmark = pytest.mark.numerics
-
 
 def merged_model(model):
     whole = Qwen3Model(model.card)

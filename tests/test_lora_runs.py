@@ -25,8 +25,6 @@ from prl.trainer.parallelize import build_model
 from prl.trainer.policy import Policy
 from prl.trainer.world import build_world
 
-pytestmark = pytest.mark.numerics
-
 LORA = ["memory=lora", "memory_recipe.lora.targets=[q_proj,k_proj,v_proj,o_proj,experts]"]
 IDS = torch.arange(30) * 7 % tiny.VOCAB
 

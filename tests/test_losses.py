@@ -7,8 +7,6 @@ import torch
 from prl.config.schema import AlgoConfig
 from prl.trainer.losses import LOSSES, LossInputs, masked_importance_keep, mismatch_kl
 
-pytestmark = pytest.mark.numerics
-
 ALGO = AlgoConfig(mask_low=0.2, mask_high=0.15, kl_tau=0.01, clip_low=0.2, clip_high=0.28)
 
 

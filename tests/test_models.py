@@ -27,8 +27,6 @@ from prl.models.moe import RoutingRecorder
 from prl.models.names import locate, to_hf
 from prl.models.qwen3 import Qwen3Model
 
-pytestmark = pytest.mark.numerics
-
 CARDS = {
     "dense": dense_card(),
     "dense tied": dense_card(tie_word_embeddings=True),

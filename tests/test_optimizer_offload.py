@@ -22,8 +22,6 @@ from prl.trainer.optimizer_offload import (
     offload_optimizers,
 )
 
-pytestmark = pytest.mark.numerics
-
 CPU = torch.device("cpu")
 OPTIMS = {
     "adamw": OptimConfig(type="adamw", lr=0.01, weight_decay=0.1, eps=1e-5),

@@ -14,8 +14,6 @@ from prl.trainer.compilation import apply_compile
 from prl.trainer.recompute import DEFAULT_TARGETS, apply_checkpointing
 from prl.trainer.saved_tensors import packing
 
-pytestmark = pytest.mark.numerics
-
 DOCS = [5, 19, 8]
 N = sum(DOCS)
 CARDS = {"dense": dense_card, "moe": moe_card}

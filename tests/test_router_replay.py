@@ -17,8 +17,6 @@ from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.models.qwen3 import Qwen3Model
 
-pytestmark = pytest.mark.numerics
-
 
 def sampled_by(model: Qwen3Model) -> list[Sampled]:
     config = InferenceConfig(max_num_seqs=16, max_model_len=128, return_routed_experts=True)

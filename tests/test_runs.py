@@ -213,7 +213,12 @@ def test_the_rollouts_in_flight_settle_near_what_the_engine_holds(cache, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("engines", "transport"), [(1, "shared_memory"), (1, "tcp"), (2, "filesystem")], ids=["one", "one tcp", "two"]
+    ("engines", "transport"),
+    [
+        pytest.param(1, "shared_memory", id="one"),
+        pytest.param(1, "tcp", id="one tcp", marks=pytest.mark.exhaustive),
+        pytest.param(2, "filesystem", id="two"),
+    ],
 )
 def test_a_killed_engine_comes_back_and_nothing_is_trained_twice(cache, tmp_path, engines, transport):
     args = [*SMALL, cache, f"deployment.num_infer_gpus={engines}", f"weight_transport={transport}", "max_steps=14"]

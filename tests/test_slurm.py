@@ -62,7 +62,7 @@ def test_a_killed_agent_costs_one_point_which_resumes(tmp_path):
     assert steps_of(victim) == list(range(1, 41))
 
 
-@pytest.mark.parametrize("how", ["requeue", "warning"])
+@pytest.mark.parametrize("how", ["requeue", pytest.param("warning", marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_sent_back_to_the_queue_resumes_without_gap_or_double_step(tmp_path, how):
     done = submit(tmp_path, *LONG, "seed=1")
     assert done.returncode == 0, done.stderr

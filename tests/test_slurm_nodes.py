@@ -114,7 +114,10 @@ def test_scancel_leaves_no_process_on_either_node(tmp_path):
     assert states(tmp_path) == {job: f"CANCELLED by {os.getuid()}"}
 
 
-@pytest.mark.parametrize("node", ["n1", "n0"], ids=["another node", "the root's node"])
+@pytest.mark.parametrize(
+    "node",
+    [pytest.param("n1", id="another node"), pytest.param("n0", id="the root's node", marks=pytest.mark.exhaustive)],
+)
 def test_a_node_that_dies_requeues_the_job_once_and_it_resumes(tmp_path, slurm, node):
     """The root notices another node's death at once and requeues; of its own node, SLURM does after SlurmdTimeout."""
     job, point = submit(tmp_path, *LONG, job="sft")

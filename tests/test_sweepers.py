@@ -84,6 +84,7 @@ def test_a_sweeper_is_given_results(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.slurm
 @pytest.mark.usefixtures("slurm")
 def test_a_sweeper_is_given_results_of_jobs(tmp_path):

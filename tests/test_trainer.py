@@ -28,8 +28,6 @@ from prl.trainer.parallelize import build_model
 from prl.trainer.policy import seed_everything
 from prl.trainer.world import build_world
 
-pytestmark = pytest.mark.numerics
-
 ADAMW = {"type": "adamw", "lr": 0.01}
 
 

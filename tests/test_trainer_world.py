@@ -8,7 +8,7 @@ from trainer_ranks import Job, run_job, run_ranks
 
 from prl.models.checkpoint import hf_tensors, save_checkpoint
 
-pytestmark = [pytest.mark.numerics, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 OPTIMIZERS = {
     "adamw": {"type": "adamw", "lr": 0.01, "weight_decay": 0.1},

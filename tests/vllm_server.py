@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
-import socket
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ T = TypeVar("T")
 KEY_VAR = "PRL_TEST_KEY"
 PROMPT = [258, *b"hello", 256, 259]
 PLAIN = SamplingConfig()
-START_TIMEOUT_S = 180
 
 
 @dataclass
@@ -81,14 +81,11 @@ def serving(overrides: list[str], cache_dir: Path, where: Path) -> Iterator[Serv
     os.environ[KEY_VAR] = TOKEN
     given = [*overrides, f"cache_dir={cache_dir}", f"inference.api_key_var={KEY_VAR}"]
     config = compose(given, config_name="inference")
-    servers = make_plan(config).servers()
-    first = free_ports(len(servers))
-    ports = [first + role.local_rank for role in servers]
-    process = start([*given, f"inference.port={first}", f"output_dir={where}/run"], where, "prl.inference")
-    kinds = [role.engine.kind for role in servers]
+    process = start([*given, f"output_dir={where}/run"], where, "prl.inference")
+    ports = announced_ports(process)
+    kinds = [role.engine.kind for role in make_plan(config).servers()]
     server = Server(psutil.Process(process.pid), where / "run", config, HttpClient(ports[-1]), ports, kinds)
     try:
-        server.with_pool(lambda pool: healthy(pool, process))
         yield server
     finally:
         if process.poll() is None:
@@ -98,25 +95,15 @@ def serving(overrides: list[str], cache_dir: Path, where: Path) -> Iterator[Serv
         print(output)
 
 
-def free_ports(count: int) -> int:
-    """The first of so many consecutive ports."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            first = probe.getsockname()[1]
-            try:
-                for port in range(first + 1, first + count):
-                    socket.create_server(("127.0.0.1", port)).close()
-            except OSError:
-                continue
-            return first
-
-
-async def healthy(pool: EnginePool, process) -> None:
-    waiting = asyncio.create_task(pool.wait_healthy(START_TIMEOUT_S))
-    while not waiting.done():
-        assert process.poll() is None, process.communicate()[0]
-        await asyncio.wait([waiting], timeout=0.5)
-    await waiting
+def announced_ports(process: subprocess.Popen[str]) -> list[int]:
+    """Of all servers, in their order, once all are up."""
+    said = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("serving "):
+            return [int(port) for port in re.findall(r"http://127\.0\.0\.1:(\d+)", line)]
+    raise AssertionError("".join(said))
 
 
 def other_model(path: Path, config: RunConfig, seed: int) -> Qwen3Model:
