@@ -71,6 +71,7 @@ def test_context_ranks_share_the_tokens_of_their_row(tmp_path):
     check_training(result, tokens_per_step=64, ranks=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_transformers_sees_the_same_tokens(tmp_path):
     overrides = ["bench.doc_len=[60,30,10]", "model=tiny_qwen3"]

@@ -357,6 +357,7 @@ def write_long_metrics(path: Path) -> None:
                 file.write(json.dumps({"step": step, "eval/reward": step / 1000}) + "\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_real_sweep_of_two_seeds(tmp_path: Path) -> None:
     args = ["-m", "+sweep=seeds", "sweep=pair", "seed=1,2", "max_steps=3", "eval.interval=1", "hydra/launcher=local"]

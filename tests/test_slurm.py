@@ -91,6 +91,7 @@ def test_preemption_saves_and_resumes(tmp_path):
     assert steps_of(point) == list(range(1, 151))
 
 
+@pytest.mark.exhaustive
 def test_scancel_leaves_no_process(tmp_path):
     done = submit(tmp_path, *LONG, "max_steps=4000", "parallelism.dp_shard=2", "seed=1,2")
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ def test_a_sweep_of_rl_is_followed_and_compared(tmp_path):
     assert (tmp_path / "outputs/sweeps/s/compare.png").exists()
 
 
+@pytest.mark.exhaustive
 def test_benchmarks_are_points_like_others(tmp_path):
     quick = ["bench.warmup_steps=1", "bench.steps=2", "bench.doc_len=64", "debug.num_threads=1"]
     run(tmp_path, "bench", *quick, "bench.target=trainer_rl,inference")

@@ -127,7 +127,9 @@ def test_a_dry_run_shows_the_first_points_of_a_sweeper(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("local", marks=pytest.mark.exhaustive), pytest.param("slurm", marks=pytest.mark.slurm)]
+)
 def test_optuna(tmp_path, launcher, request):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason='pip install -e ".[optuna]"')
     if launcher == "slurm":
