@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from prl.planning import make_plan
 from prl.planning.commands import example_endpoints, render_commands
 from prl.planning.run_plan import RunPlan
 from prl.planning.vllm_arguments import server_arguments
+from prl.runtime import ports
 from prl.runtime.ports import lease_ports
 from prl.runtime.restarts import why_final
 
@@ -117,6 +119,21 @@ def test_ports_of_engines_are_reserved_but_not_listening() -> None:
         assert len(leases.reserved) == 6
     finally:
         leases.close()
+
+
+def test_a_reserved_port_is_refused_to_a_second_reservation_and_let_to_who_reuses_addresses() -> None:
+    held = ports._reserve("127.0.0.1", 3)
+    numbers = [one.getsockname()[1] for one in held]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+    for number in numbers:
+        with pytest.raises(OSError, match="in use"):
+            ports._reusable("127.0.0.1", number)
+        with socket.socket() as engine:  # as ZeroMQ binds
+            engine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            engine.bind(("127.0.0.1", number))
+            engine.listen()
+    for one in held:
+        one.close()
 
 
 TWO = "deployment.num_infer_gpus=2"

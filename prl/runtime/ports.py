@@ -104,12 +104,12 @@ def _reserve(host: str, count: int) -> list[socket.socket]:
 
 def _reusable(host: str, port: int) -> socket.socket:
     bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
     except OSError:
         bound.close()
         raise
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only now: a port reserved already is refused to us
     return bound
 
 
