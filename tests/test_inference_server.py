@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import socket
-import threading
 import time
 
 import numpy as np
@@ -14,12 +13,9 @@ import pytest
 import torch
 from inference_server import TOKEN, Client, running_server
 from jinja2 import TemplateError
-from weight_updates import published
+from weight_updates import published, update, weights
 
-from prl.config.errors import UserError
-from prl.inference import server
 from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import hf_tensors, random_checkpoint
 from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_watch import parse_loads
@@ -49,18 +45,6 @@ def clean(client: Client):
     assert client.get("/is_paused").body == {"is_paused": False}
     client.until("num_requests_running", 0)
     client.until("num_requests_waiting", 0)
-
-
-def weights(client: Client, seed: int) -> list[tuple[str, torch.Tensor]]:
-    model = Qwen3Model(client.ctx.plan.config.model.card)
-    model.init_weights(torch.Generator().manual_seed(seed))
-    return list(hf_tensors(model))
-
-
-def update(client: Client, info: dict, version: str) -> None:
-    assert client.post("/start_weight_update").status == 200
-    assert client.post("/update_weights", {"update_info": info}).status == 200
-    assert client.post("/finish_weight_update", {"weight_version": version}).status == 200
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -462,49 +446,3 @@ def test_level_1_sleep_keeps_running_requests_for_later(client: Client) -> None:
     client.post("/wake_up")
     assert running.result().body["choices"][0]["token_ids"] == undisturbed
     assert client.metric("num_preemptions_total") >= 1
-
-
-# --- start and death --------------------------------------------------------------------------------------------------
-
-
-def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatch) -> None:
-    go = threading.Event()
-    load = server.load_engine
-
-    def slow_load(*args):
-        go.wait(20)
-        return load(*args)
-
-    monkeypatch.setattr(server, "load_engine", slow_load)
-    with running_server([], cache_dir, wait=False) as client:
-        assert client.get("/health", key=None).status == 503
-        waiting = client.pool.submit(client.get, "/v1/models")
-        time.sleep(0.1)
-        assert not waiting.done()
-        go.set()
-        assert waiting.result(timeout=20).status == 200
-        assert client.get("/health", key=None).status == 200
-
-
-def test_an_engine_that_dies_fails_its_requests_and_ends_the_server_with_the_cause(cache_dir) -> None:
-    with running_server([], cache_dir) as client:
-        broken = [(name, torch.full_like(t, torch.nan)) for name, t in weights(client, 0)]
-        info = published(SharedMemoryPublisher(cache_dir / "broken"), 1, broken)
-        update(client, info, "1")
-        reply = client.generate()
-        assert reply.status == 503
-        assert "weight version 1" in reply.body["error"]["message"]
-        deadline = time.monotonic() + 10
-        while not client.error and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert isinstance(client.error[0], RuntimeError)
-        assert "not finite" in str(client.error[0])
-
-
-def test_a_checkpoint_of_another_shape_is_a_user_error(cache_dir) -> None:
-    from prl.config import compose
-
-    small = compose(["model.card.hidden_size=64", f"cache_dir={cache_dir}"], config_name="inference").model
-    path = random_checkpoint(small, cache_dir)
-    with running_server([f"model.path={path}"], cache_dir) as client:
-        assert isinstance(client.error[0], UserError)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from inference_server import Client
+
+from prl.models.checkpoint import hf_tensors
+from prl.models.qwen3 import Qwen3Model
 from prl.transport.weights import NamedTensors, Publisher
 
 
@@ -13,3 +18,15 @@ def published(publisher: Publisher, version: int, named: NamedTensors) -> dict[s
     publisher.publish(version, named, announced.append)
     (info,) = announced
     return info
+
+
+def weights(client: Client, seed: int) -> list[tuple[str, torch.Tensor]]:
+    model = Qwen3Model(client.ctx.plan.config.model.card)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return list(hf_tensors(model))
+
+
+def update(client: Client, info: dict, version: str) -> None:
+    assert client.post("/start_weight_update").status == 200
+    assert client.post("/update_weights", {"update_info": info}).status == 200
+    assert client.post("/finish_weight_update", {"weight_version": version}).status == 200

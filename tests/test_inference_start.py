@@ -1,0 +1,66 @@
+"""The built-in server while it loads, and when its engine dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from inference_server import running_server
+from weight_updates import published, update, weights
+
+from prl.config.errors import UserError
+from prl.inference import server
+from prl.models.checkpoint import random_checkpoint
+from prl.transport.weights import SharedMemoryPublisher
+
+OVERRIDES = ["inference.return_routed_experts=true", "inference.api_key_var=PRL_TEST_KEY", "inference.max_num_seqs=32"]
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatch) -> None:
+    go = threading.Event()
+    load = server.load_engine
+
+    def slow_load(*args):
+        go.wait(20)
+        return load(*args)
+
+    monkeypatch.setattr(server, "load_engine", slow_load)
+    with running_server([], cache_dir, wait=False) as client:
+        assert client.get("/health", key=None).status == 503
+        waiting = client.pool.submit(client.get, "/v1/models")
+        time.sleep(0.1)
+        assert not waiting.done()
+        go.set()
+        assert waiting.result(timeout=20).status == 200
+        assert client.get("/health", key=None).status == 200
+
+
+def test_an_engine_that_dies_fails_its_requests_and_ends_the_server_with_the_cause(cache_dir) -> None:
+    with running_server([], cache_dir) as client:
+        broken = [(name, torch.full_like(t, torch.nan)) for name, t in weights(client, 0)]
+        info = published(SharedMemoryPublisher(cache_dir / "broken"), 1, broken)
+        update(client, info, "1")
+        reply = client.generate()
+        assert reply.status == 503
+        assert "weight version 1" in reply.body["error"]["message"]
+        deadline = time.monotonic() + 10
+        while not client.error and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert isinstance(client.error[0], RuntimeError)
+        assert "not finite" in str(client.error[0])
+
+
+def test_a_checkpoint_of_another_shape_is_a_user_error(cache_dir) -> None:
+    from prl.config import compose
+
+    small = compose(["model.card.hidden_size=64", f"cache_dir={cache_dir}"], config_name="inference").model
+    path = random_checkpoint(small, cache_dir)
+    with running_server([f"model.path={path}"], cache_dir) as client:
+        assert isinstance(client.error[0], UserError)
