@@ -101,7 +101,7 @@ def engine(updates: Any, answers: Any) -> None:
     torch.set_num_threads(1)
     while (info := updates.get()) is not None:
         try:
-            answers.put({name: tensor.clone() for name, tensor in receive_nccl(info, CPU)})
+            answers.put({name: tensor.clone() for chunk in receive_nccl(info, CPU) for name, tensor in chunk})
         except Exception as error:
             answers.put(f"{type(error).__name__}: {error}")
 

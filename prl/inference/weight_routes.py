@@ -54,7 +54,7 @@ def add_weight_routes(app: web.Application, worker: EngineWorker) -> None:
         info = _object(await read_object(http), "update_info")
         try:
             if info.get("type") in DEVICE_TRANSPORTS:  # it arrives when it is loaded
-                staged.append(stage(info, device=worker.engine.device))
+                staged.append(chain.from_iterable(stage(info, device=worker.engine.device)))
             else:
                 staged.append(await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum))))
         except (OSError, KeyError, TypeError) as error:

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ class EnginePool:
         self.aborted = 0  # requests that we gave up, or that an engine ended before they were done
         self.asleep = False
         self.sleeps = self.interruptions = 0  # so far; an update is an interruption, too
+        self.update_s: dict[str, float] = {}  # of the last update: seconds of each route, in order
 
     async def close(self) -> None:
         await self.session.close()
@@ -304,16 +306,23 @@ class EnginePool:
         partly = asleep and self.sleep_level == 2
         async with self.updating:
             self.interruptions += 1
+            self.update_s = {}
             if asleep:
-                await self.everywhere("/wake_up?tags=weights" if partly else "/wake_up")
+                await self._timed("/wake_up?tags=weights" if partly else "/wake_up")
             self.newest = version, update_info
             for route, body in _update_steps(version, update_info):
-                await self.everywhere(route, body)
+                await self._timed(route, body)
             self.version = version
             if partly:
-                await self.everywhere("/wake_up?tags=kv_cache")
-            await self.everywhere("/resume")
+                await self._timed("/wake_up?tags=kv_cache")
+            await self._timed("/resume")
             self.asleep = False
+
+    async def _timed(self, route: str, body: dict[str, Any] | None = None) -> None:
+        started = time.perf_counter()
+        await self.everywhere(route, body)
+        name = route.partition("?")[0].rpartition("/")[2]
+        self.update_s[name] = self.update_s.get(name, 0.0) + time.perf_counter() - started
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -356,7 +365,8 @@ def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, 
         return [(PAUSE, None), *load_steps(version, update_info)]
     return [
         (PAUSE, None),
-        ("/start_weight_update", {}),  # 0.23 wants a body
+        # to 0.23, which would set up a reload: our transfer engine loads by itself
+        ("/start_weight_update", {"is_checkpoint_format": False}),
         ("/update_weights", {"update_info": update_info}),
         ("/finish_weight_update", {"weight_version": str(version)}),
     ]

@@ -254,6 +254,9 @@ class Orchestrator:
         await self.prepared.wait()  # the trainer may be up first
         async with self.engine_lock:
             await self.engines.update_weights(version, update_info, asleep=self.colocated and self.served >= 0)
+            timed = self.engines.update_s
+            row = {f"weight_update/{route}_s": seconds for route, seconds in timed.items()}
+            self.ctx.metrics.log(step=version, policy_version=version, weight_update_s=sum(timed.values()), **row)
             self.runner.version = version
             async with self.version_changed:
                 self.served = version

@@ -18,6 +18,7 @@ from prl.transport.flat import ALIGN
 # [name, dtype, shape of the whole tensor, first byte of this part, its bytes, its offset in the bucket]
 Part = list[Any]
 Announce = Callable[[dict[str, Any]], None]  # takes the update_info of a version
+Chunk = list[tuple[str, Tensor]]  # named tensors that hold together, until the next chunk is asked for
 
 
 def parts_of(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[list[Part], list[Tensor]]]:
@@ -46,9 +47,9 @@ def parts_of(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterat
 
 
 def fill(bucket: Tensor, parts: list[Part], pieces: list[Tensor]) -> None:
-    """Copy pieces to their offsets; `bucket` [n] uint8."""
-    for (*_, count, offset), piece in zip(parts, pieces, strict=True):
-        bucket[offset : offset + count].copy_(piece, non_blocking=True)
+    """Copy pieces to their offsets; `bucket` [n] uint8. On a GPU many travel in one kernel."""
+    places = [bucket[offset : offset + count] for *_, count, offset in parts]
+    torch._foreach_copy_(places, pieces, non_blocking=True)
 
 
 class Assembler:
@@ -57,7 +58,9 @@ class Assembler:
     def __init__(self) -> None:
         self.unfinished: tuple[str, Tensor] | None = None  # a tensor of which parts are still to come
 
-    def take(self, bucket: Tensor, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
+    def take(self, bucket: Tensor, parts: list[Part]) -> Chunk:
+        """The tensors that are complete now."""
+        complete: Chunk = []
         for name, dtype_name, shape, first, count, offset in parts:
             dtype = getattr(torch, dtype_name)
             size = math.prod(shape) * dtype.itemsize
@@ -71,7 +74,8 @@ class Assembler:
                 if first + count < size:
                     continue
                 piece, self.unfinished = whole, None
-            yield name, piece.view(dtype).view(shape)
+            complete.append((name, piece.view(dtype).view(shape)))
+        return complete
 
 
 def checksum(bucket: Tensor) -> int:

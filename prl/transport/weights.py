@@ -22,7 +22,7 @@ from torch import Tensor
 
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
-from prl.transport.buckets import Announce
+from prl.transport.buckets import Announce, Chunk
 from prl.transport.flat import layout_of, tensor_at
 from prl.transport.weights_files import FilesystemPublisher, check_file, manifest_of, receive_files
 from prl.transport.weights_ipc import receive_ipc
@@ -64,10 +64,10 @@ def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[
     return _receive_shared(update_info, verify)
 
 
-def stage(update_info: dict[str, Any], verify: bool = True, device: torch.device | None = None) -> NamedTensors:
+def stage(update_info: dict[str, Any], verify: bool = True, device: torch.device | None = None) -> Iterable[Chunk]:
     """A version that is sure to be had, to be read once and later; what stays where it is costs no memory till then.
 
-    A version of a device transport arrives while it is read, on `device`, as views that hold until the next tensor.
+    A version of a device transport arrives while it is read, on `device`.
 
     Raises as `receive` does.
     """
@@ -76,13 +76,13 @@ def stage(update_info: dict[str, Any], verify: bool = True, device: torch.device
         take = receive_nccl if update_info["type"] == "nccl" else receive_ipc
         return take(update_info, device)
     if update_info["type"] == "tcp":
-        return list(receive_tcp(update_info, verify))
+        return [list(receive_tcp(update_info, verify))]
     if update_info["type"] == "filesystem":
         for path, expected in manifest_of(Path(update_info["path"])):
             check_file(path, expected if verify else None)
     else:
         _map_shared(update_info, verify)
-    return receive(update_info, verify=False)
+    return ([named] for named in receive(update_info, verify=False))
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from prl.transport.buckets import Announce, Assembler, checksum, fill, in_dtype, parts_of
+from prl.transport.buckets import Announce, Assembler, Chunk, checksum, fill, in_dtype, parts_of
 from prl.transport.weights_nccl import BUCKETS
 
 DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the index of the GPU, which each process counts for itself
@@ -97,8 +97,8 @@ class IpcPublisher:
 _mapped: dict[tuple[str, int], tuple[dist.Store, list[Tensor]]] = {}  # of this process, by the trainer's address
 
 
-def receive_ipc(update_info: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors in the trainer's memory; views that hold until the next one is asked for.
+def receive_ipc(update_info: dict[str, Any], device: torch.device) -> Iterator[Chunk]:
+    """Named tensors in the trainer's memory, a bucket's at a time.
 
     Raises ValueError for damaged bytes, and torch's DistError when the trainer is silent for longer than its timeout.
     """
@@ -110,7 +110,7 @@ def receive_ipc(update_info: dict[str, Any], device: torch.device) -> Iterator[t
         bucket = buckets[number % BUCKETS]
         if header["checksum"] is not None and (found := checksum(bucket)) != header["checksum"]:
             raise ValueError(f"bucket {number} is damaged: sum {found}, sent as {header['checksum']}")
-        yield from assembler.take(bucket, header["parts"])
+        yield assembler.take(bucket, header["parts"])
         torch.cuda.synchronize(device)
         store.set(f"{prefix}/free/{number}", "")
         number += 1

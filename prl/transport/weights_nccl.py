@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prl.transport.buckets import Announce, Assembler, Part, checksum, fill, in_dtype, parts_of
+from prl.transport.buckets import Announce, Assembler, Chunk, Part, checksum, fill, in_dtype, parts_of
 
 BUCKETS = 2  # one travels while the other is filled
 POLL_S = 0.005
@@ -199,8 +199,8 @@ class NcclPublisher:
 _joined: dict[tuple[str, int], Group] = {}  # of this process, by the trainer's address
 
 
-def receive_nccl(update_info: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors as they arrive on `device`; views that hold until the next bucket comes.
+def receive_nccl(update_info: dict[str, Any], device: torch.device) -> Iterator[Chunk]:
+    """Named tensors as they arrive on `device`, a bucket's at a time.
 
     Raises ValueError for damaged bytes, and torch's DistError when the trainer is silent for longer than its timeout.
     """
@@ -219,7 +219,7 @@ def receive_nccl(update_info: dict[str, Any], device: torch.device) -> Iterator[
         if header["checksum"] is not None and (found := checksum(bucket)) != header["checksum"]:
             sent = header["checksum"]
             raise ValueError(f"bucket {number} of version {version} is damaged: sum {found}, sent as {sent}")
-        yield from assembler.take(bucket, header["parts"])
+        yield assembler.take(bucket, header["parts"])
         number += 1
         header = json.loads(group.store.get(f"bucket/{version}/{number}"))
     if device.type == "cuda":

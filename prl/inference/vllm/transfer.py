@@ -6,6 +6,7 @@ vLLM creates one in each of its workers. /update_weights makes sure of what is o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,11 +17,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
-from prl.transport.weights import NamedTensors, stage
+from prl.inference.vllm.loading import WeightLoader, keeps_layout
+from prl.transport.buckets import Chunk
+from prl.transport.weights import stage
 
 
 @dataclass
@@ -46,7 +47,8 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.verify_checksum = True
-        self.staged: list[NamedTensors] = []
+        self.staged: list[Iterable[Chunk]] = []
+        self.loader = WeightLoader(self.model, self.model_config, keeps_layout(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.verify_checksum = init_info.verify_checksum
@@ -72,20 +74,10 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Load all that was offered. Raises ValueError when it leaves a parameter as it was."""
         if not self.staged:
             raise ValueError("/finish_weight_update before any /update_weights")
-        expected = {name for name, _ in self.model.named_parameters()}
-        on_cpu = current_platform.is_cpu()
-        if on_cpu:
-            forget_kernels(self.model)
-        initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(chain.from_iterable(self.staged))
-        finalize_layerwise_reload(self.model, self.model_config)
-        if on_cpu:
-            pack_heads(self.model)
-        else:
+        staged, self.staged = self.staged, []
+        self.loader.load(chain.from_iterable(staged))
+        if not current_platform.is_cpu():
             torch.accelerator.synchronize()
-        self.staged = []
-        if missing := sorted(expected - loaded):
-            raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
 
     def shutdown(self) -> None:
         self.staged = []

@@ -1,9 +1,12 @@
-"""`transfer` for vLLM 0.23, whose worker begins and ends the reload itself: weights are loaded as they come."""
+"""`transfer` for vLLM 0.23, whose worker sets a reload up at /start_weight_update unless it is told that weights are in
+its kernels' format. It is told so, and they are loaded as they come.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from prl.inference.vllm.loading import WeightLoader, keeps_layout
 from prl.transport.weights import stage
 
 
@@ -43,6 +47,9 @@ class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.verify_checksum = True
+        # of a model's own dtype, which its config, that is not to be had here, would tell; embeddings are not quantised
+        dtype = SimpleNamespace(dtype=next(self.model.parameters()).dtype)
+        self.loader = WeightLoader(self.model, dtype, keeps_layout(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.verify_checksum = init_info.verify_checksum
@@ -54,13 +61,10 @@ class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raises ValueError when a checksum does not match or a parameter gets nothing, OSError without a source."""
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            tensors = stage(update_info.published, self.verify_checksum, device)
+            chunks = stage(update_info.published, self.verify_checksum, device)
         except (KeyError, TypeError) as error:
             raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
-        expected = {name for name, _ in self.model.named_parameters()}
-        loaded = load_weights(tensors)
-        if loaded is not None and (missing := sorted(expected - loaded)):
-            raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
+        self.loader.load(chunks)
 
     def shutdown(self) -> None:
         """Nothing is held."""

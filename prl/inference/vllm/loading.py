@@ -1,0 +1,194 @@
+"""New weights into a model of vLLM's that is serving.
+
+Where all layers keep parameters as checkpoints have them (unquantised, Triton experts), new weights are copied straight
+into them: the first time by vLLM's own loaders, which are watched; then the same copies are made again, many in one
+kernel. Other models go through vLLM's layerwise reload, which holds a layer's tensors until it has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
+from prl.transport.buckets import Chunk
+
+AS_STORED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # which on GPUs leave weights as they were loaded
+EXPERTS_AS_STORED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # of padding, which stays as it is
+
+
+def keeps_layout(model: nn.Module) -> bool:
+    """Whether all layers compute with parameters as their loaders leave them."""
+    if not current_platform.is_cuda():
+        return False
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, MLAAttention):  # derives matrices of its own
+            return False
+        if type(method) is UnquantizedFusedMoEMethod:
+            if method.unquantized_backend not in EXPERTS_AS_STORED:
+                return False
+        elif method is not None and type(method) not in AS_STORED:
+            return False
+    return True
+
+
+class WeightLoader:
+    """One model's. `in_place`: whether its parameters are written directly."""
+
+    def __init__(self, model: nn.Module, model_config: Any, in_place: bool) -> None:
+        """`model_config`: of vLLM; its dtype is asked for."""
+        self.model, self.model_config, self.in_place = model, model_config, in_place
+        self.load_weights: Callable[[Iterator[tuple[str, Tensor]]], set[str] | None] = model.load_weights  # type: ignore[assignment]
+        self.copies: Copies | None = None  # once they are known
+
+    def load(self, chunks: Iterable[Chunk]) -> None:
+        """All parameters anew; a chunk's tensors are not kept beyond it.
+
+        Raises ValueError when a parameter gets nothing, or a tensor of another name or shape comes than before.
+        """
+        if self.copies is not None:
+            self.copies.repeat(chunks)
+        elif self.in_place:
+            self._watch(chunks)
+        else:
+            self._reload(chunks)
+
+    def _watch(self, chunks: Iterable[Chunk]) -> None:
+        recorder = Recorder(self.model)
+        with recorder, torch.no_grad():
+            loaded = self.load_weights(recorder.named(chunks))
+        self._check(loaded)
+        if recorder.complete:
+            self.copies = recorder.copies
+
+    def _reload(self, chunks: Iterable[Chunk]) -> None:
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            forget_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+        # it keeps what it is given until a layer is complete: longer than a chunk holds
+        loaded = self.load_weights((name, tensor.clone()) for name, tensor in chain.from_iterable(chunks))
+        finalize_layerwise_reload(self.model, self.model_config)
+        if on_cpu:
+            pack_heads(self.model)
+        self._check(loaded)
+
+    def _check(self, loaded: set[str] | None) -> None:
+        """`loaded`: as vLLM's models tell; the names of parameters are not those of a checkpoint's tensors."""
+        expected = {name for name, _ in self.model.named_parameters()}
+        if loaded is not None and (missing := sorted(expected - loaded)):
+            raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A strided part of a tensor that arrives (size, stride, offset in elements), and where in a parameter it goes."""
+
+    target: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def source_in(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass
+class Copies:
+    """What becomes of each tensor that arrives; those of other ranks' experts become nothing."""
+
+    of: dict[str, list[Copy]] = field(default_factory=dict)
+    form: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def repeat(self, chunks: Iterable[Chunk]) -> None:
+        """Raises ValueError for tensors that are not those of the first time."""
+        missing = set(self.of)
+        for chunk in chunks:
+            runs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+            for name, tensor in chunk:
+                if self.form.get(name) != (tensor.shape, tensor.dtype):
+                    raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, before {self.form.get(name)}")
+                missing.discard(name)
+                for copy in self.of[name]:
+                    target, source = copy.target, copy.source_in(tensor)
+                    if _alike(target, source):
+                        targets, sources = runs.setdefault(source.dtype, ([], []))
+                        targets.append(target)
+                        sources.append(source)
+                    else:
+                        target.copy_(source)
+            for targets, sources in runs.values():
+                torch._foreach_copy_(targets, sources)  # one kernel for many; FSDP2 relies on it, too
+        if missing:
+            raise ValueError(f"{len(missing)} tensors did not come, among them {', '.join(sorted(missing)[:3])}")
+
+
+def _alike(target: Tensor, source: Tensor) -> bool:
+    """Whether a fused copy takes them: one kernel for a whole list only if all are contiguous and of one kind."""
+    same = target.dtype == source.dtype and target.device == source.device and target.shape == source.shape
+    return same and target.is_contiguous() and source.is_contiguous()
+
+
+class Recorder(TorchDispatchMode):
+    """Watches a model's loaders: which part of what arrives is copied to which part of which parameter.
+
+    `complete` turns False when parameters are written in any other way, and nothing may be repeated then.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.storages = {p.untyped_storage().data_ptr() for p in chain(model.parameters(), model.buffers())}
+        self.arriving: list[tuple[int, int, str, Tensor]] = []  # first byte, end, name, tensor
+        self.copies = Copies()
+        self.complete = True
+
+    def named(self, chunks: Iterable[Chunk]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, each known from when it is handed out until the next chunk is asked for."""
+        for chunk in chunks:
+            self.arriving = []
+            for name, tensor in chunk:
+                first = tensor.data_ptr()
+                self.arriving.append((first, first + tensor.numel() * tensor.element_size(), name, tensor))
+                self.copies.of[name] = []
+                self.copies.form[name] = tensor.shape, tensor.dtype
+                self.complete &= tensor.is_contiguous()
+                yield name, tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._note(*args[:2])
+        elif func._schema.is_mutable and func not in FILLS:
+            self.complete &= not any(self._is_parameter(arg) for arg in args)
+        return func(*args, **(kwargs or {}))
+
+    def _is_parameter(self, arg: Any) -> bool:
+        return isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() in self.storages
+
+    def _note(self, target: Tensor, source: Tensor) -> None:
+        if not self._is_parameter(target) or not source.numel():
+            return
+        place = source.data_ptr()
+        for first, end, name, tensor in reversed(self.arriving):
+            if first <= place < end and source.dtype == tensor.dtype:
+                offset = (place - first) // source.element_size()
+                self.copies.of[name].append(Copy(target, tuple(source.shape), tuple(source.stride()), offset))
+                return
+        self.complete = False

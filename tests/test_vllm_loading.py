@@ -1,0 +1,178 @@
+"""How weights get into vLLM's models: its own loaders watched once, and their copies repeated."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prl.config import compose
+from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.transport.buckets import Assembler, Chunk, fill, parts_of
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+BUCKET = 1 << 16  # bytes: a layer does not fit into two
+
+
+@pytest.fixture(scope="module")
+def vllm_ranks() -> Iterator[None]:
+    """vLLM's process groups, of this process alone."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.utils.network_utils import get_open_port
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def vllm_models(path: Path) -> Iterator[Any]:
+    """`make()`: another model of vLLM's for this checkpoint, of arbitrary numbers, as loaders want it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    args = EngineArgs(model=str(path), dtype="float32", enforce_eager=True, skip_tokenizer_init=True)
+    config = args.create_engine_config()
+    config.compilation_config.static_forward_context.clear()
+
+    def make() -> tuple[nn.Module, Any]:
+        config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+            return initialize_model(config), config.model_config
+
+    with set_current_vllm_config(config):
+        yield make
+
+
+def weights(path: Path, overrides: list[str], seed: int) -> list[tuple[str, Tensor]]:
+    """A checkpoint of random numbers, of the names and shapes of the one at `path`."""
+    config = compose(overrides)
+    model = load_model(path, config.model.card, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(tensor.shape, generator=generator)) for name, tensor in hf_tensors(model)]
+
+
+def arriving(named: list[tuple[str, Tensor]]) -> Iterator[Chunk]:
+    """As device transports bring them: in two buckets that take turns, each overwritten as soon as it may be."""
+    buckets, assembler = [torch.empty(BUCKET, dtype=torch.uint8) for _ in range(2)], Assembler()
+    for number, (parts, pieces) in enumerate(parts_of(named, BUCKET)):
+        fill(buckets[number % 2], parts, pieces)
+        yield assembler.take(buckets[number % 2], parts)
+        buckets[number % 2].fill_(255)
+
+
+@pytest.fixture(params=["tiny_qwen3", "tiny_qwen3_moe"])
+def overrides(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    return [f"cache_dir={tmp_path}", f"model={request.param}"]
+
+
+def test_copies_are_those_of_vllms_loaders(vllm_ranks: None, tmp_path: Path, overrides: list[str]) -> None:
+    from prl.inference.vllm.loading import WeightLoader
+
+    path = resolve_model_path(compose(overrides).model, tmp_path)
+    with vllm_models(path) as make:
+        served, model_config = make()
+        loader = WeightLoader(served, model_config, in_place=True)
+        for seed in (1, 2, 3):
+            expected, _ = make()
+            expected.load_weights(iter(weights(path, overrides, seed)))
+            loader.load(arriving(weights(path, overrides, seed)))
+            assert loader.copies is not None, "vLLM's loaders were not understood"
+            assert_same(served, expected)
+        with pytest.raises(ValueError, match=r"1 tensors did not come, among them model.embed_tokens.weight"):
+            loader.load(arriving(weights(path, overrides, 4)[1:]))
+        with pytest.raises(ValueError, match=r"model.embed_tokens.weight: torch.float64 .* before .*torch.float32"):
+            loader.load([[(name, tensor.double())] for name, tensor in weights(path, overrides, 4)])
+
+
+def test_a_reload_does_not_rely_on_what_buckets_held(vllm_ranks: None, tmp_path: Path, overrides: list[str]) -> None:
+    """vLLM's layerwise reload keeps a layer's tensors until the last one comes."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from prl.inference.vllm.loading import WeightLoader
+
+    path = resolve_model_path(compose(overrides).model, tmp_path)
+    with vllm_models(path) as make:
+        (served, model_config), (expected, _) = make(), make()
+        for model, seed in ((served, 0), (expected, 1)):
+            model.load_weights(iter(weights(path, overrides, seed)))
+            process_weights_after_loading(model, model_config, torch.device("cpu"))
+        assert not torch.equal(outputs(served), outputs(expected))
+        WeightLoader(served, model_config, in_place=False).load(arriving(weights(path, overrides, 1)))
+        assert torch.equal(outputs(served), outputs(expected))
+        assert_same(served, expected)
+
+
+def test_a_rank_gets_its_part() -> None:
+    """As tensor parallelism cuts columns, and leaves out what other ranks have."""
+    from prl.inference.vllm.loading import WeightLoader
+
+    class Part(nn.Linear):
+        def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> set[str]:
+            for name, tensor in named:
+                if name == "mine":
+                    self.weight.data[2:].copy_(tensor.narrow(1, 3, 3))
+            return {"weight"}
+
+    model = Part(3, 4, bias=False)
+    loader = WeightLoader(model, None, in_place=True)
+    for version in (1.0, 2.0):
+        whole = version * torch.arange(12.0).view(2, 6)
+        loader.load([[("theirs", whole), ("mine", whole)]])
+        assert loader.copies is not None
+        assert torch.equal(model.weight[2:], whole[:, 3:])
+
+
+def test_a_loader_that_computes_is_watched_in_vain() -> None:
+    """Its copies could not be made again: every update goes through it."""
+    from prl.inference.vllm.loading import WeightLoader
+
+    class Halved(nn.Linear):
+        def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> set[str]:
+            for _, tensor in named:
+                self.weight.data.copy_(tensor / 2)
+            return {"weight"}
+
+    model = Halved(3, 5, bias=False)
+    loader = WeightLoader(model, None, in_place=True)
+    for version in (1.0, 2.0):
+        loader.load([[("w", torch.full((5, 3), version))]])
+        assert loader.copies is None
+        assert torch.equal(model.weight, torch.full((5, 3), version / 2))
+
+
+def outputs(model: nn.Module) -> Tensor:
+    """Of every linear layer, whose parameters are packed away on CPUs."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    layers = [module for module in model.modules() if isinstance(module, LinearBase)]
+    return torch.cat([layer.quant_method.apply(layer, torch.ones(1, layer.input_size)).flatten() for layer in layers])
+
+
+def assert_same(found: nn.Module, expected: nn.Module) -> None:
+    there = dict(found.named_parameters())
+    for name, param in expected.named_parameters():
+        assert torch.equal(there[name], param), name
