@@ -30,8 +30,10 @@ from prl.orchestrator.tasks import TaskSampler
 from prl.runtime.checkpoints import commit, raise_if_full, staging_dir
 from prl.runtime.child import ChildContext
 from prl.transport.batch import TrainBatch
+from prl.transport.weights import NO_VERSION
 
 PART = "orchestrator"
+NOT_PREPARED = NO_VERSION - 1
 
 
 def main(ctx: ChildContext) -> None:
@@ -52,7 +54,7 @@ class Orchestrator:
         self.stop_at: int | None = None  # first step that nobody will train
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.prepared = asyncio.Event()  # neighbours are up, and everything below exists
-        self.served = -1  # policy version that all engines serve; -1: none yet
+        self.served = NOT_PREPARED  # policy version that all engines serve
         self.version_changed = asyncio.Condition()
         self.error: Exception | None = None  # of a request handler
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
@@ -88,6 +90,9 @@ class Orchestrator:
             self.producer = Producer(config, self.runner, sampler, taking_turns=self.colocated)
             self._restore()
             self.prepared.set()
+            async with self.version_changed:
+                self.served = NO_VERSION
+                self.version_changed.notify_all()
             ctx.ready()
             await self._with_beats(self._work())
         finally:
@@ -270,7 +275,7 @@ class Orchestrator:
             await self.producer.set_version(version)
 
     async def version_reached(self, version: int, timeout_s: float) -> bool:
-        """Wait until every engine serves `version`; False when it takes longer than timeout_s."""
+        """Wait until every engine serves `version` (NO_VERSION: is up); False when it takes longer than timeout_s."""
         async with self.version_changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.version_changed.wait_for(lambda: self.served >= version), timeout_s)

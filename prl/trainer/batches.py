@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prl.transport.batch import TrainBatch
+from prl.transport.weights import NO_VERSION
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # another node of the job is behind no proxy
 LONG_POLL_S = 30.0  # above the orchestrator's own 5 s, so that only a dead orchestrator runs into it
@@ -29,6 +30,11 @@ class BatchClient:
             status, body = self._call(f"/train/batch?step={step}&data_rank={data_rank}", None, LONG_POLL_S)
             if status == 200:
                 return TrainBatch.from_bytes(body)
+
+    def wait_for_engines(self) -> None:
+        """Return once they can take weights, so that the time which loading takes them is not a transfer's; beats."""
+        while self._call(f"/train/version?at_least={NO_VERSION}", None, LONG_POLL_S)[0] != 200:
+            self.beat()
 
     def wait_for_version(self, version: int) -> None:
         """Return once every engine serves `version`; may take as long as an evaluation that is under way."""

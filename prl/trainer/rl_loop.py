@@ -53,6 +53,7 @@ class RLTrainer:
             path = ctx.run_dir / "checkpoints" / f"step_{ctx.resume_step}"
             self.checkpointer.load(path, self.policy.model, self.policy.optimizers)
         ctx.ready()
+        self.client.wait_for_engines()
         self.publish(ctx.resume_step)
         step = ctx.resume_step
         while step < self.config.max_steps:
