@@ -72,7 +72,7 @@ class WeightLoader:
         recorder = Recorder(self.model)
         with recorder, torch.no_grad():
             loaded = self.load_weights(recorder.named(chunks))
-        self._check(loaded)
+        _check(self._names(), loaded)
         if recorder.complete:
             self.copies = recorder.copies
 
@@ -80,19 +80,25 @@ class WeightLoader:
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             forget_kernels(self.model)
+        served = self._names()
         initialize_layerwise_reload(self.model)
+        # scales of quantised layers, which are computed, are served only; a tied head of its own is to be loaded only
+        expected = served & self._names()
         # it keeps what it is given until a layer is complete: longer than a chunk holds
         loaded = self.load_weights((name, tensor.clone()) for name, tensor in chain.from_iterable(chunks))
         finalize_layerwise_reload(self.model, self.model_config)
         if on_cpu:
             pack_heads(self.model)
-        self._check(loaded)
+        _check(expected, loaded)
 
-    def _check(self, loaded: set[str] | None) -> None:
-        """`loaded`: as vLLM's models tell; the names of parameters are not those of a checkpoint's tensors."""
-        expected = {name for name, _ in self.model.named_parameters()}
-        if loaded is not None and (missing := sorted(expected - loaded)):
-            raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
+    def _names(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters()}
+
+
+def _check(expected: set[str], loaded: set[str] | None) -> None:
+    """`loaded`: as vLLM's models tell; the names of parameters are not those of a checkpoint's tensors."""
+    if loaded is not None and (missing := sorted(expected - loaded)):
+        raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
 
 
 @dataclass(frozen=True)
