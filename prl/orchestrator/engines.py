@@ -182,7 +182,8 @@ class EnginePool:
         request_id: str,
         replica: int | None = None,
     ) -> Generation:
-        """One completion. `salt` separates prefix caches: requests with different salts never share KV.
+        """One completion. `salt` separates prefix caches: requests with different salts never share KV. `seed`: for the
+        built-in engine alone.
 
         Sampled again from the start when its replica dies, unless it was to be that replica and no other.
         """
@@ -196,7 +197,9 @@ class EnginePool:
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
                 "max_tokens": max_tokens,
-                "seed": seed,
+                # vLLM makes a generator of it, and samples a row at a time with as many calls; it batches by arrival, so
+                # that the same seed would not give the same bits there either
+                **({"seed": seed} if self.config.engine == "torch" else {}),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "logprobs": 0,
                 "detokenize": False,
