@@ -197,8 +197,8 @@ class EnginePool:
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
                 "max_tokens": max_tokens,
-                # vLLM makes a generator of it, and samples a row at a time with as many calls; it batches by arrival, so
-                # that the same seed would not give the same bits there either
+                # vLLM makes a generator of it and samples row by row, and as it batches by arrival, the same seed
+                # would not give the same bits there
                 **({"seed": seed} if self.config.engine == "torch" else {}),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "logprobs": 0,
