@@ -25,6 +25,8 @@ class FakeEngine:
         self.silent = 0  # times that /health is left unanswered
         self.dying = None  # what it does instead of answering
         self.missing = 0  # times that weights are not to be had
+        self.stuck_at = ""  # a control route that fails, but not before `stuck` is set
+        self.stuck = asyncio.Event()
         self.metrics = "nothing yet"  # what it answers; None: 503
 
     @contextlib.asynccontextmanager
@@ -83,6 +85,9 @@ class FakeEngine:
         route = request.match_info["route"]
         self.log.append(route)
         self.asked.append(route + (f"?{request.query_string}" if request.query_string else ""))
+        if route == self.stuck_at:
+            await self.stuck.wait()
+            return web.Response(status=500)
         if route == "pause":
             self.go.clear()
         if route == "resume":
@@ -98,11 +103,11 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def pool_of(count=1, **config):
+async def pool_of(count=1, processes=None, **config):
     engines = [FakeEngine() for _ in range(count)]
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(engine.serving()) for engine in engines]
-        pool = EnginePool(urls, InferenceConfig(**config), "token")
+        pool = EnginePool(urls, InferenceConfig(**config), "token", processes=processes)
         stack.push_async_callback(pool.close)
         yield pool, engines
 

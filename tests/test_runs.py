@@ -218,6 +218,8 @@ def test_the_rollouts_in_flight_settle_near_what_the_engine_holds(cache, tmp_pat
         pytest.param(1, "shared_memory", id="one"),
         pytest.param(1, "tcp", id="one tcp", marks=pytest.mark.exhaustive),
         pytest.param(2, "filesystem", id="two"),
+        pytest.param(1, "nccl", id="one nccl"),  # over gloo where there are no GPUs
+        pytest.param(2, "nccl", id="two nccl", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_engine_comes_back_and_nothing_is_trained_twice(cache, tmp_path, engines, transport):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing as mp
+import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -96,27 +98,46 @@ def test_a_mapped_handle_names_the_gpu_as_its_own_process_counts() -> None:
 # --- between processes ------------------------------------------------------------------------------------------------
 
 
-def engine(updates: Any, answers: Any) -> None:
+def received(info: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().clone() for chunk in receive_nccl(info, device) for name, tensor in chunk}
+
+
+def engine(updates: Any, answers: Any, device: torch.device) -> None:
     """A process of an engine: receives what it is told of."""
     torch.set_num_threads(1)
     while (info := updates.get()) is not None:
         try:
-            answers.put({name: tensor.clone() for chunk in receive_nccl(info, CPU) for name, tensor in chunk})
+            answers.put(received(info, device))
         except Exception as error:
             answers.put(f"{type(error).__name__}: {error}")
 
 
 class Engines:
-    def __init__(self, count: int) -> None:
-        context = mp.get_context("spawn")
-        self.updates = [context.Queue() for _ in range(count)]
-        self.answers = [context.Queue() for _ in range(count)]
-        self.processes = [
-            context.Process(target=engine, args=pair, daemon=True)
-            for pair in zip(self.updates, self.answers, strict=True)
-        ]
-        for process in self.processes:
-            process.start()
+    def __init__(self, count: int, target: Callable[..., None] = engine, on_gpus: bool = False) -> None:
+        self.context = mp.get_context("spawn")
+        self.updates: list[Any] = []
+        self.answers: list[Any] = []
+        self.processes: list[Any] = []
+        self.devices: list[torch.device] = []
+        self.on_gpus = on_gpus
+        for _ in range(count):
+            self.add(target)
+
+    def add(self, target: Callable[..., None] = engine) -> None:
+        self.updates.append(self.context.Queue())
+        self.answers.append(self.context.Queue())
+        free = next(i for i in range(1, 9) if torch.device("cuda", i) not in self.devices)  # the first is the trainer's
+        self.devices.append(torch.device("cuda", free) if self.on_gpus else CPU)
+        args = self.updates[-1], self.answers[-1], self.devices[-1]
+        self.processes.append(self.context.Process(target=target, args=args, daemon=True))
+        self.processes[-1].start()
+
+    def kill(self, index: int) -> None:
+        """It leaves the lists; what follows moves up."""
+        process = self.processes.pop(index)
+        process.kill()
+        process.join()
+        del self.updates[index], self.answers[index], self.devices[index]
 
     def announce(self, info: dict[str, Any]) -> None:
         for queue in self.updates:
@@ -130,9 +151,11 @@ class Engines:
             process.kill()
 
 
-def publisher_for(count: int, timeout_s: float = 60.0, verify: bool = True, num_buckets: int = 2) -> NcclPublisher:
+def publisher_for(
+    count: int, timeout_s: float = 60.0, verify: bool = True, num_buckets: int = 2, device: torch.device = CPU
+) -> NcclPublisher:
     options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "num_buckets": num_buckets, "verify": verify}
-    return NcclPublisher("127.0.0.1", count, CPU, torch.float32, **options)
+    return NcclPublisher("127.0.0.1", count, device, torch.float32, **options)
 
 
 @pytest.fixture
@@ -157,6 +180,109 @@ def test_every_engine_gets_every_version(two_engines: Engines, num_buckets: int)
                 assert torch.equal(got[name], wanted)
     publisher.acknowledge()
     assert not publisher.store.check(["bucket/3/1"]), "what was said of a bucket is forgotten"
+
+
+def reaches_all(publisher: NcclPublisher, engines: Engines, version: int, absent: int = 0) -> int:
+    """Publish; every engine that there is gets it. Returns the number of the group in which they met."""
+    sent = dict(tensors(version))
+    on_device = ((name, tensor.to(publisher.device)) for name, tensor in sent.items())
+    publisher.publish(version, on_device, lambda info: engines.announce(info | {"absent": absent}))
+    for got in engines.results():
+        assert not isinstance(got, str), got
+        assert torch.equal(got["long"], sent["long"])
+    publisher.acknowledge()
+    assert publisher.group is not None
+    return publisher.group.number
+
+
+THREE_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
+OVER = pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=THREE_GPUS)], ids=str)
+
+
+@pytest.mark.slow
+@OVER
+def test_a_dead_member_is_done_without_and_a_new_one_taken_in(device: torch.device) -> None:
+    engines = Engines(2, on_gpus=device != CPU)
+    publisher = publisher_for(2, device=device)
+    assert [reaches_all(publisher, engines, version) for version in (1, 2)] == [1, 1], "the same group"
+    engines.kill(0)
+    assert [reaches_all(publisher, engines, version, absent=1) for version in (3, 4)] == [2, 2]
+    engines.add()
+    # the last of them the same version again
+    assert [reaches_all(publisher, engines, version) for version in (5, 6, 6)] == [3, 3, 3]
+    engines.end()
+    assert publisher.store.num_keys() < 40, "what was said of a publication is forgotten"
+
+
+@pytest.mark.slow
+def test_what_nobody_is_there_to_take_is_withdrawn() -> None:
+    publisher = publisher_for(1)
+    threading.Timer(0.1, publisher.withdraw).start()
+    publisher.publish(1, ((f"w{i}", torch.zeros(256)) for i in range(10)), lambda info: None)
+    publisher.acknowledge()
+    engines = Engines(1)
+    assert reaches_all(publisher, engines, 2) == 1
+    engines.end()
+
+
+def deserter(updates: Any, answers: Any, device: torch.device) -> None:
+    """Dies in its second update."""
+    answers.put(received(updates.get(), device))
+    next(receive_nccl(updates.get(), device))
+    os._exit(1)
+
+
+def latecomer(updates: Any, answers: Any, device: torch.device) -> None:
+    """Dies before its second update, when the others wait for it."""
+    answers.put(received(updates.get(), device))
+    updates.get()
+    time.sleep(0.5)
+    os._exit(1)
+
+
+def many(device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each a bucket of its own."""
+    return ((f"w{i}", torch.zeros(256, device=device)) for i in range(100))
+
+
+@pytest.mark.slow
+def test_a_death_among_buckets_that_nobody_tells_of_ends_it_and_says_who_took_part() -> None:
+    engines = Engines(1, deserter)
+    publisher = publisher_for(1)
+    reaches_all(publisher, engines, 1)
+    publisher.timeout_s = 1.0
+    with pytest.raises(RuntimeError, match=rf"weights of version 2: .* to process {engines.processes[0].pid} of"):
+        publisher.publish(2, many(), engines.announce)
+    engines.end()
+
+
+@pytest.mark.slow
+@OVER
+@pytest.mark.parametrize("dying", [deserter, latecomer])
+def test_those_left_when_one_dies_finish_with_nonsense_and_take_the_next(
+    dying: Callable[..., None], device: torch.device
+) -> None:
+    engines = Engines(1, on_gpus=device != CPU)
+    engines.add(dying)
+    publisher = publisher_for(2, device=device)
+    reaches_all(publisher, engines, 1)
+
+    def withdraw() -> None:
+        engines.processes[1].join()
+        time.sleep(0.3)  # till somebody has noticed
+        publisher.withdraw()
+
+    thread = threading.Thread(target=withdraw)
+    thread.start()
+    publisher.publish(2, many(device), engines.announce)
+    publisher.acknowledge()
+    thread.join()
+    engines.kill(1)
+    (got,) = engines.results()
+    assert list(got) == [f"w{i}" for i in range(100)], "a loader must see the whole model"
+    engines.add()
+    assert [reaches_all(publisher, engines, version) for version in (3, 4)] == [2, 2]
+    engines.end()
 
 
 @pytest.mark.slow
@@ -203,8 +329,7 @@ def test_an_engine_that_does_not_come_is_named(two_engines: Engines) -> None:
     publisher.publish(1, tensors(), two_engines.announce)
     two_engines.results()
     victim = two_engines.processes[0]
-    victim.kill()
-    victim.join()
+    two_engines.kill(0)
     publisher.timeout_s = 1.0
     with pytest.raises(TimeoutError, match=rf"version 2: not ready within 1 s: process {victim.pid} of \S+ on cpu"):
         publisher.publish(2, tensors(), two_engines.announce)
@@ -212,7 +337,7 @@ def test_an_engine_that_does_not_come_is_named(two_engines: Engines) -> None:
 
 def test_an_engine_that_never_joined_is_counted() -> None:
     publisher = publisher_for(1, timeout_s=0.2)
-    with pytest.raises(TimeoutError, match="engine process 1, which never joined"):
+    with pytest.raises(TimeoutError, match="1 engine process that never joined"):
         publisher.publish(0, tensors(), lambda info: None)
 
 

@@ -27,6 +27,7 @@ GENERATE = "/inference/v1/generate"
 INIT_TRANSFER = "/init_weight_transfer_engine"
 NOTICE_S = 10.0  # from an engine's failure to the supervisor's word that it was started again
 RETRY_S = 0.2
+NCCL = "nccl"  # type of the update_info of weights that nobody holds
 
 
 class EngineError(RuntimeError):
@@ -41,13 +42,18 @@ class EngineLost(EngineError):
     """The engine was started again before it had answered."""
 
 
+class NoWeights(RuntimeError):
+    """All engines wait for weights, and there will be none."""
+
+
 class EnginePool:
     """All replicas. A new request goes to the replica with the fewest of ours in flight.
 
     With a router, new requests go to it instead, but for those meant for one replica; control goes to all replicas.
 
     A replica that was started again (`lose`) is left out of everything until it has the weights of the others
-    (`readmit`). What it was asked to generate is asked anew of whichever replica is there.
+    (`readmit`). What it was asked to generate is asked anew of whichever replica is there. Where trainers hold no
+    weights for it, it waits for those that they publish next; so do all others, paused, when one died in an update.
     """
 
     def __init__(
@@ -57,10 +63,14 @@ class EnginePool:
         token: str,
         kinds: Sequence[EngineKind] | None = None,
         router: str | None = None,
+        processes: Sequence[int] | None = None,
     ) -> None:
-        """`kinds`: of each replica; None: all prefill and decode by themselves."""
+        """`kinds`: of each replica; None: all prefill and decode by themselves. `processes`: of each replica that hold
+        weights, as far as it may be started again; None: one.
+        """
         key = os.environ[config.api_key_var] if config.api_key_var else token
         self.urls, self.config, self.router = urls, config, router
+        self.processes = processes or [1] * len(urls)
         kinds = kinds or ["both"] * len(urls)
         self.prefilling = [index for index, kind in enumerate(kinds) if kind == "prefill"]
         self.decoding = [index for index, kind in enumerate(kinds) if kind != "prefill"]
@@ -73,6 +83,10 @@ class EnginePool:
         self.sleep_level = config.sleep_level
         self.version = 0  # that all replicas are known to serve
         self.serving = [True] * len(urls)
+        self.returned: set[int] = set()  # replicas that are up again and wait for the next weights
+        self.taking: list[asyncio.Task[None]] = []  # what is left of an update in which a replica died
+        self.interrupted = False  # such an update was the last: replicas have nonsense for weights, and are paused
+        self.last_weights = False  # the trainer publishes nothing any more
         self.ended = [asyncio.Event() for _ in urls]  # one for each life of a replica
         self.any_serving = asyncio.Event()
         self.any_serving.set()
@@ -111,6 +125,7 @@ class EnginePool:
         """A replica was started again: what it was asked is gone, and it has old weights."""
         self.restarts += 1
         self.serving[index] = False
+        self.returned.discard(index)
         if not any(self.serving):
             self.any_serving.clear()
         ended, self.ended[index] = self.ended[index], asyncio.Event()
@@ -119,8 +134,9 @@ class EnginePool:
     async def readmit(self, index: int, timeout_s: float) -> None:
         """Bring a replica that was started again to the newest weights, then let it serve.
 
-        Weights that the trainer no longer holds are waited for: the next ones are on their way then. Raises EngineError
-        after timeout_s. Returns early when the replica dies once more.
+        Weights that the trainer no longer holds are waited for: the next ones are on their way then. Where it never
+        holds any, this is done once the replica waits for the next update. Raises EngineError after timeout_s. Returns
+        early when the replica dies once more.
         """
         ended = self.ended[index]
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -140,12 +156,39 @@ class EnginePool:
     async def _bring_up(self, index: int) -> None:
         async with self.updating:
             await self._ask(index, INIT_TRANSFER, {"init_info": self.init_info}, patient=False)
+            if self.newest is not None and self.newest[1].get("type") == NCCL:
+                self.returned.add(index)
+                self._check_hope()
+                return
             if self.newest is not None:
                 for route, body in _update_steps(*self.newest):
                     await self._ask(index, route, body, patient=False)
                 await self._ask(index, "/resume", patient=False)
-            self.serving[index] = True
-            self.any_serving.set()
+            self._admit(index)
+
+    def _admit(self, index: int) -> None:
+        self.returned.discard(index)
+        self.serving[index] = True
+        self.any_serving.set()
+
+    def expect_no_weights(self) -> None:
+        """The trainer has ended. Raises NoWeights, here or when an engine comes back, if none can serve any more."""
+        self.last_weights = True
+        self._check_hope()
+
+    def _check_hope(self) -> None:
+        if self.last_weights and self.starved:
+            raise NoWeights("no engine has weights: they died after the trainer had sent the last ones")
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether a replica waits for the trainer to publish weights."""
+        return bool(self.returned) or (self.interrupted and any(self.serving))
+
+    @property
+    def starved(self) -> bool:
+        """Whether nothing can be generated until the trainer publishes weights."""
+        return self.wants_weights and (self.interrupted or not any(self.serving))
 
     async def _ask(
         self, index: int, route: str, body: dict[str, Any] | None = None, patient: bool = True
@@ -282,8 +325,10 @@ class EnginePool:
 
     async def everywhere(self, route: str, body: dict[str, Any] | None = None) -> None:
         """Those that were started again are left out; `readmit` gives them what they need."""
-        serving = [index for index, is_serving in enumerate(self.serving) if is_serving]
-        await asyncio.gather(*(self._tell(index, route, body) for index in serving))
+        await asyncio.gather(*(self._tell(index, route, body) for index in self._present()))
+
+    def _present(self) -> list[int]:
+        return [index for index, serving in enumerate(self.serving) if serving or index in self.returned]
 
     async def _tell(self, index: int, route: str, body: dict[str, Any] | None) -> None:
         with contextlib.suppress(EngineLost):
@@ -301,10 +346,11 @@ class EnginePool:
         self.interruptions += 1
         await self.everywhere(f"/sleep?level={self.sleep_level}&mode=keep")
 
-    async def update_weights(self, version: int, update_info: dict[str, Any], asleep: bool = False) -> None:
+    async def update_weights(self, version: int, update_info: dict[str, Any], asleep: bool = False) -> bool:
         """Swap weights between two decoding steps; running requests keep their KV and go on.
 
         Engines that are asleep wake up; after level 2, which leaves no weights, nothing is generated before new ones.
+        Returns whether engines have them: not if all are gone, nor if one died where it had to meet with others.
         """
         partly = asleep and self.sleep_level == 2
         async with self.updating:
@@ -313,13 +359,57 @@ class EnginePool:
             if asleep:
                 await self._timed("/wake_up?tags=weights" if partly else "/wake_up")
             self.newest = version, update_info
-            for route, body in _update_steps(version, update_info):
-                await self._timed(route, body)
+            complete = True
+            if update_info.get("type") == NCCL:
+                complete = await self._meet(version, update_info)
+            else:
+                for route, body in _update_steps(version, update_info):
+                    await self._timed(route, body)
             self.version = version
+            if not complete:
+                return False
             if partly:
                 await self._timed("/wake_up?tags=kv_cache")
             await self._timed("/resume")
             self.asleep = False
+            takers = self._present()
+            for index in takers:
+                self._admit(index)
+            return bool(takers)
+
+    async def _meet(self, version: int, update_info: dict[str, Any]) -> bool:
+        """An update for which trainer and engines meet: whether all that are present have it.
+
+        Who died before is out by the time all others have paused, so the trainer need not wait for it. When one dies
+        later, the others hang until the trainer withdraws, and are not to be resumed before the next update.
+        """
+        await asyncio.gather(*self.taking, return_exceptions=True)
+        await self._timed(PAUSE)
+        takers = self._present()
+        absent = sum(count for index, count in enumerate(self.processes) if index not in takers)
+        ends = [asyncio.create_task(self.ended[index].wait()) for index in takers]
+
+        async def take(index: int) -> None:
+            for route, body in _update_steps(version, update_info | {"absent": absent})[1:]:
+                started = time.perf_counter()
+                await self._ask(index, route, body, patient=False)
+                elapsed = time.perf_counter() - started
+                self.update_s[route[1:]] = max(self.update_s.get(route[1:], 0.0), elapsed)  # of the slowest replica
+
+        self.taking = [asyncio.create_task(take(index)) for index in takers]
+        try:
+            await asyncio.gather(*self.taking)
+            self.interrupted = False
+        except EngineError:
+            # of the dead one, or of another that lost it
+            done, _ = await asyncio.wait(ends, timeout=NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise
+            self.interrupted = True
+        finally:
+            for end in ends:
+                end.cancel()
+        return bool(takers) and not self.interrupted
 
     async def _timed(self, route: str, body: dict[str, Any] | None = None) -> None:
         started = time.perf_counter()

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,10 +30,10 @@ from prl.orchestrator.tasks import TaskSampler
 from prl.runtime.checkpoints import commit, raise_if_full, staging_dir
 from prl.runtime.child import ChildContext
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import NO_VERSION
+from prl.transport.weights import NO_PUBLICATION
 
 PART = "orchestrator"
-NOT_PREPARED = NO_VERSION - 1
+LOOK_S = 0.2
 
 
 def main(ctx: ChildContext) -> None:
@@ -54,11 +54,14 @@ class Orchestrator:
         self.stop_at: int | None = None  # first step that nobody will train
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.prepared = asyncio.Event()  # neighbours are up, and everything below exists
-        self.served = NOT_PREPARED  # policy version that all engines serve
-        self.version_changed = asyncio.Condition()
+        self.served = -1  # policy version that all engines serve; -1: none yet
+        # newest publication that engines are done with, and whether they serve it; NO_PUBLICATION: they are up
+        self.delivery = NO_PUBLICATION - 1, False
+        self.delivered = asyncio.Condition()
+        self.again: set[int] = set()  # publications behind which the trainer publishes the same version once more
         self.error: Exception | None = None  # of a request handler
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
-        self.update: asyncio.Task[None] | None = None
+        self.updates: set[asyncio.Task[None]] = set()  # publications on their way into the engines
         self.rollout_log: RolloutLog | None = None
         self.watch: EngineWatch | None = None
         # step -> when the trainer took it, generation seconds until then
@@ -71,8 +74,9 @@ class Orchestrator:
         servers = ctx.plan.servers()
         urls = [ctx.endpoints[role.name] for role in servers]
         kinds = [role.engine.kind for role in servers if role.engine]
+        processes = [len(role.devices) for role in servers]
         router = config.inference.router.url or ctx.endpoints.get("router")
-        self.engines = EnginePool(urls, config.inference, ctx.token, kinds, router)
+        self.engines = EnginePool(urls, config.inference, ctx.token, kinds, router, processes)
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.token) for name in config.env.mix}
         background = [asyncio.create_task(env.serve()) for env in self.envs.values()]
         background.append(asyncio.create_task(self._follow_engines()))
@@ -90,9 +94,9 @@ class Orchestrator:
             self.producer = Producer(config, self.runner, sampler, taking_turns=self.colocated)
             self._restore()
             self.prepared.set()
-            async with self.version_changed:
-                self.served = NO_VERSION
-                self.version_changed.notify_all()
+            async with self.delivered:
+                self.delivery = NO_PUBLICATION, False
+                self.delivered.notify_all()
             ctx.ready()
             await self._with_beats(self._work())
         finally:
@@ -167,11 +171,14 @@ class Orchestrator:
         feeding.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await feeding
-        if self.update is not None:
-            await self.update
-        await self.producer.stop()
         trained_all = self.runner.version >= self.config.max_steps
-        if trained_all and self.config.eval.interval and self.config.eval.at_end and not self._due(self.runner.version):
+        at_end = self.config.eval.interval and self.config.eval.at_end and not self._due(self.runner.version)
+        evaluates = trained_all and at_end
+        if evaluates or self.updates:  # these evaluate, too
+            self.engines.expect_no_weights()
+        await asyncio.gather(*self.updates)
+        await self.producer.stop()
+        if evaluates:
             async with self.engine_lock:
                 await self._evaluate()
 
@@ -184,7 +191,7 @@ class Orchestrator:
             now = time.perf_counter()
             waited_s, since_last_s, before = now - started, now - before, now
             interval = self.config.ckpt.interval
-            meta = {"stop": False, "checkpoint": bool(interval) and step % interval == 0}
+            meta = {"stop": False, "publish_again": False, "checkpoint": bool(interval) and step % interval == 0}
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
             if self.colocated:
                 async with self.engine_lock:  # an evaluation may still be using them
@@ -223,63 +230,101 @@ class Orchestrator:
 
     # --- what the trainer asks ----------------------------------------------------------------------------------------
 
-    async def batch_for(self, step: int, data_rank: int, timeout_s: float) -> bytes | None:
-        """The batch of a step for one data rank; None when it is not ready within timeout_s."""
+    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> bytes | None:
+        """The batch of a step for one data rank, or word to publish again or to stop, which all ranks get at the same
+        point: behind as many `publications`. None when there is nothing to do within timeout_s.
+        """
         deadline = time.monotonic() + timeout_s
         async with self.step_ready:
-            while step not in self.batches and not self._stopped_before(step):
+            while (order := self._order_for(step, publications)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.step_ready.wait(), left)
-            if step in self.batches and not self._stopped_before(step):
+                    await asyncio.wait_for(self.step_ready.wait(), min(left, LOOK_S))  # engines come back unannounced
+            if order == "batch":
                 self.last_fetched = max(self.last_fetched, step)
                 if data_rank == 0:
                     self.handed[step] = (time.perf_counter(), self.runner.stats.clock.seconds())
                 return self.batches[step][data_rank].to_bytes()
-        return TrainBatch(step, [], 0, 0, {"stop": True, "checkpoint": False}).to_bytes()
+        meta = {"stop": order == "stop", "publish_again": order == "again", "checkpoint": False}
+        return TrainBatch(step, [], 0, 0, meta).to_bytes()
 
-    def _stopped_before(self, step: int) -> bool:
-        return self.stop_at is not None and step >= self.stop_at
+    def _order_for(self, step: int, publications: int) -> Literal["again", "stop", "batch"] | None:
+        """What a rank is to do that waits for the batch of `step`.
 
-    async def weights_published(self, version: int, update_info: dict[str, Any]) -> None:
-        """The trainer has new weights to offer: bring all engines to them in the background."""
+        While it would only wait, it publishes its version again for engines that came back without weights. With a
+        batch at hand it does so only if nothing is generated meanwhile: the next version follows.
+        """
+        if publications in self.again:
+            return "again"
+        if self.stop_at is not None and step >= self.stop_at:
+            return "stop"
+        is_ready = step in self.batches
+        wanted = self.engines.starved if is_ready else self.engines.wants_weights
+        if wanted and self.delivery[0] == publications and self.last_fetched < step:
+            self.again.add(publications)
+            return "again"
+        return "batch" if is_ready else None
+
+    async def weights_published(self, publication: int, version: int, update_info: dict[str, Any]) -> None:
+        """The trainer has weights to offer: bring all engines to them in the background."""
         if version in self.handed:
             self._log_overlap(version)
-        self.update = asyncio.create_task(self._update_engines(version, update_info))
-        self.update.add_done_callback(self._check_update)
+        update = asyncio.create_task(self._update_engines(publication, version, update_info))
+        self.updates.add(update)
+        update.add_done_callback(self._check_update)
 
     def _check_update(self, update: asyncio.Task[None]) -> None:
+        self.updates.discard(update)
         if not update.cancelled() and isinstance(error := update.exception(), Exception):
             self.fail(error)
 
-    async def _update_engines(self, version: int, update_info: dict[str, Any]) -> None:
+    async def _update_engines(self, publication: int, version: int, update_info: dict[str, Any]) -> None:
         """Swap the weights everywhere, evaluate if it is time, let the rollouts of this version begin."""
         await self.prepared.wait()  # the trainer may be up first
-        async with self.engine_lock:
-            await self.engines.update_weights(version, update_info, asleep=self.colocated and self.served >= 0)
-            timed = self.engines.update_s
-            row = {f"weight_update/{route}_s": seconds for route, seconds in timed.items()}
-            self.ctx.metrics.log(step=version, policy_version=version, weight_update_s=sum(timed.values()), **row)
+        turn = asyncio.create_task(self.engine_lock.acquire())
+        try:
+            # an evaluation all of whose engines wait for weights would wait for ever: it goes on with these
+            while not turn.done() and not self.engines.starved:
+                await asyncio.wait([turn], timeout=LOOK_S)
+            is_new = version != self.served
+            asleep = self.colocated and self.served >= 0
+            taken = await self.engines.update_weights(version, update_info, asleep=asleep)
+            if taken:
+                timed = self.engines.update_s
+                row = {f"weight_update/{route}_s": seconds for route, seconds in timed.items()}
+                self.ctx.metrics.log(step=version, policy_version=version, weight_update_s=sum(timed.values()), **row)
             self.runner.version = version
-            async with self.version_changed:
-                self.served = version
-                self.version_changed.notify_all()
-            first = version == self.ctx.resume_step
-            wanted = (
-                self.config.eval.at_start and version == 0 if first else self._due(version) and self.stop_at is None
-            )
-            if self.config.eval.interval and wanted:
-                await self._evaluate()
-            await self.producer.set_version(version)
+            async with self.delivered:
+                self.served, self.delivery = version, (publication, taken)
+                self.delivered.notify_all()
+            await turn
+            if is_new:
+                if self._evaluates(version):
+                    await self._evaluate()
+                await self.producer.set_version(version)
+        finally:
+            turn.cancel()
+            if turn.done() and not turn.cancelled():
+                self.engine_lock.release()
 
-    async def version_reached(self, version: int, timeout_s: float) -> bool:
-        """Wait until every engine serves `version` (NO_VERSION: is up); False when it takes longer than timeout_s."""
-        async with self.version_changed:
+    def _evaluates(self, version: int) -> bool:
+        """Whether an evaluation follows when the engines have got `version`."""
+        if version == self.ctx.resume_step:
+            return bool(self.config.eval.interval) and self.config.eval.at_start and version == 0
+        return self._due(version) and self.stop_at is None
+
+    async def weights_delivered(self, publication: int, timeout_s: float) -> bool | None:
+        """Wait until engines are done with it: whether they serve it. None when it takes longer than timeout_s."""
+
+        def is_done() -> bool:
+            return self.delivery[0] >= publication
+
+        async with self.delivered:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.version_changed.wait_for(lambda: self.served >= version), timeout_s)
-        return self.served >= version
+                await asyncio.wait_for(self.delivered.wait_for(is_done), timeout_s)
+        return self.delivery[1] if is_done() else None
 
     async def trainer_checkpointed(self, step: int) -> None:
         """The trainer's part is on disk: add ours and make the checkpoint count."""

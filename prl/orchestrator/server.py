@@ -16,9 +16,9 @@ LONG_POLL_S = 5.0
 class TrainerService(Protocol):
     """What the routes call."""
 
-    async def batch_for(self, step: int, data_rank: int, timeout_s: float) -> bytes | None: ...
-    async def weights_published(self, version: int, update_info: dict[str, object]) -> None: ...
-    async def version_reached(self, version: int, timeout_s: float) -> bool: ...
+    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> bytes | None: ...
+    async def weights_published(self, publication: int, version: int, update_info: dict[str, object]) -> None: ...
+    async def weights_delivered(self, publication: int, timeout_s: float) -> bool | None: ...
     async def trainer_checkpointed(self, step: int) -> None: ...
     async def trainer_done(self, step: int) -> None: ...
     def fail(self, error: Exception) -> None: ...
@@ -38,18 +38,18 @@ async def start_server(service: TrainerService, listen_socket: socket.socket, to
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def batch(request: web.Request) -> web.Response:
-        step, data_rank = int(request.query["step"]), int(request.query["data_rank"])
-        body = await service.batch_for(step, data_rank, LONG_POLL_S)
+        step, data_rank, publications = (int(request.query[key]) for key in ("step", "data_rank", "publications"))
+        body = await service.batch_for(step, data_rank, publications, LONG_POLL_S)
         return web.Response(status=204) if body is None else web.Response(body=body)
 
     async def weights(request: web.Request) -> web.Response:
         body = await request.json()
-        await service.weights_published(body["version"], body["update_info"])
+        await service.weights_published(body["publication"], body["version"], body["update_info"])
         return web.json_response({})
 
-    async def version(request: web.Request) -> web.Response:
-        reached = await service.version_reached(int(request.query["at_least"]), LONG_POLL_S)
-        return web.json_response({}) if reached else web.Response(status=204)
+    async def delivery(request: web.Request) -> web.Response:
+        taken = await service.weights_delivered(int(request.query["publication"]), LONG_POLL_S)
+        return web.Response(status=204) if taken is None else web.json_response({"taken": taken})
 
     async def checkpoint(request: web.Request) -> web.Response:
         await service.trainer_checkpointed((await request.json())["step"])
@@ -62,7 +62,7 @@ async def start_server(service: TrainerService, listen_socket: socket.socket, to
     app = web.Application(middlewares=[authorize])
     app.router.add_get("/train/batch", batch)
     app.router.add_post("/train/weights", weights)
-    app.router.add_get("/train/version", version)
+    app.router.add_get("/train/delivery", delivery)
     app.router.add_post("/train/checkpoint", checkpoint)
     app.router.add_post("/train/done", done)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)

@@ -23,8 +23,8 @@ def why_final(config: RunConfig, role: str) -> str | None:
         return "only environments, engines and routers are started again"
     if config.job != "rl":
         return "an engine that serves people is started again by them"
-    if config.weight_transport.type in ("nccl", "ipc"):
-        return f"weight_transport={config.weight_transport.type} cannot take in a new engine"
+    if config.weight_transport.type == "ipc":
+        return "weight_transport=ipc cannot take in a new engine"
     if config.deployment.type == "colocated":
         return "a colocated engine takes turns with the trainer, and a new one would not know whose turn it is"
     if config.inference.pd.num_prefill_gpus:

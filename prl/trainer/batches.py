@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import NO_VERSION
+from prl.transport.weights import NO_PUBLICATION
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # another node of the job is behind no proxy
 LONG_POLL_S = 30.0  # above the orchestrator's own 5 s, so that only a dead orchestrator runs into it
@@ -23,23 +23,34 @@ class BatchClient:
         self.url, self.beat = url, beat
         self.headers = {"Authorization": f"Bearer {token}"}
 
-    def fetch(self, step: int, data_rank: int) -> TrainBatch:
-        """Wait for the batch of `step`; beats while waiting. Raises OSError when the orchestrator is gone."""
+    def fetch(self, step: int, data_rank: int, publications: int) -> TrainBatch:
+        """Wait for the batch of `step`, or for word to publish again or to stop; beats while waiting. `publications`:
+        how often this rank has published. Raises OSError when the orchestrator is gone.
+        """
+        route = f"/train/batch?step={step}&data_rank={data_rank}&publications={publications}"
         while True:
             self.beat()
-            status, body = self._call(f"/train/batch?step={step}&data_rank={data_rank}", None, LONG_POLL_S)
+            status, body = self._call(route, None, LONG_POLL_S)
             if status == 200:
                 return TrainBatch.from_bytes(body)
 
     def wait_for_engines(self) -> None:
         """Return once they can take weights, so that the time which loading takes them is not a transfer's; beats."""
-        while self._call(f"/train/version?at_least={NO_VERSION}", None, LONG_POLL_S)[0] != 200:
+        while self._outcome(NO_PUBLICATION) is None:
             self.beat()
 
-    def wait_for_version(self, version: int) -> None:
-        """Return once every engine serves `version`; may take as long as an evaluation that is under way."""
-        while self._call(f"/train/version?at_least={version}", None, LONG_POLL_S)[0] != 200:
+    def wait_for_delivery(self, publication: int) -> bool:
+        """Return once engines are done with it, which may take as long as an evaluation that is under way.
+
+        True if they serve it. False if there was none, all being started again, or one died where all had to meet.
+        """
+        while (taken := self._outcome(publication)) is None:
             pass
+        return taken
+
+    def _outcome(self, publication: int) -> bool | None:
+        status, body = self._call(f"/train/delivery?publication={publication}", None, LONG_POLL_S)
+        return json.loads(body)["taken"] if status == 200 else None
 
     def post(self, route: str, payload: dict[str, Any], timeout_s: float) -> None:
         self._call(route, payload, timeout_s)

@@ -22,7 +22,8 @@ from prl.trainer.publishing import publisher_of
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import HOST_TRANSPORTS
+from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
+from prl.transport.weights_nccl import NcclPublisher
 
 
 def main(ctx: ChildContext) -> None:
@@ -46,6 +47,7 @@ class RLTrainer:
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
+        self.publications = NO_PUBLICATION
 
     def run(self) -> None:
         ctx = self.ctx
@@ -58,7 +60,7 @@ class RLTrainer:
         step = ctx.resume_step
         while step < self.config.max_steps:
             started = time.perf_counter()
-            batch = self.client.fetch(step + 1, self.world.data_rank)
+            batch = self.fetch_after(step)
             if batch.meta["stop"]:
                 break
             waited = time.perf_counter() - started
@@ -71,6 +73,14 @@ class RLTrainer:
                 self.start_checkpoint(step)
             self.log(step, row | used, waited, publish_s, time.perf_counter() - started)
         self.end(step)
+
+    def fetch_after(self, step: int) -> TrainBatch:
+        """The batch that follows, or word to stop. What engines that came back need is published before."""
+        while True:
+            batch = self.client.fetch(step + 1, self.world.data_rank, self.publications)
+            if not batch.meta["publish_again"]:
+                return batch
+            self.publish(step)
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -122,6 +132,7 @@ class RLTrainer:
     def publish(self, version: int) -> float:
         """Hand the weights of `version` to the engines; returns the seconds that the trainer itself spent on it."""
         started = time.perf_counter()
+        self.publications += 1
         model = self.policy.model
         only_adapters = self.config.weight_transport.type == "lora"
         tensors = peft_tensors(model, model.card) if only_adapters else hf_tensors(model)
@@ -134,17 +145,19 @@ class RLTrainer:
             self.publisher.acknowledge()  # the version before: till now an engine that was restarted could fetch it
 
         def announce(update_info: dict[str, Any]) -> None:
-            self.announced = self.poster.submit(self.announce, version, update_info)
+            self.announced = self.poster.submit(self.announce, self.publications, version, update_info)
 
         self.publisher.publish(version, tensors, announce)
         return time.perf_counter() - started
 
-    def announce(self, version: int, update_info: dict[str, Any]) -> None:
-        payload = {"version": version, "update_info": update_info}
+    def announce(self, publication: int, version: int, update_info: dict[str, Any]) -> None:
+        payload = {"publication": publication, "version": version, "update_info": update_info}
         self.client.post("/train/weights", payload, self.config.weight_transport.timeout_s)
-        self.client.wait_for_version(version)
+        taken = self.client.wait_for_delivery(publication)
         if not self.holds:
             assert self.publisher is not None
+            if isinstance(self.publisher, NcclPublisher) and not taken:
+                self.publisher.withdraw()
             self.publisher.acknowledge()
 
     def check_neighbours(self) -> None:

@@ -32,7 +32,7 @@ from prl.transport.weights_tcp import TcpPublisher, receive_tcp
 NamedTensors = Iterable[tuple[str, Tensor]]
 HOST_TRANSPORTS = ("filesystem", "shared_memory", "tcp", "lora")
 DEVICE_TRANSPORTS = ("nccl", "ipc")
-NO_VERSION = -1  # of engines that are up and have been given no weights yet
+NO_PUBLICATION = 0  # trainers count theirs from 1; engines that are up are done with this one
 
 
 class Publisher(Protocol):
