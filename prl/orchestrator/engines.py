@@ -76,7 +76,7 @@ class EnginePool:
         self.decoding = [index for index, kind in enumerate(kinds) if kind != "prefill"]
         self.session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"},
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),  # uvicorn closes idle ones after 5 s
             timeout=aiohttp.ClientTimeout(total=config.request_timeout_s),
         )
         self.in_flight = [0] * len(urls)
