@@ -94,6 +94,13 @@ def test_names_are_those_that_transformers_uses(card):
     assert all(".experts." in name or name == "lm_head.weight" for name in set(theirs) - same)
 
 
+def test_matrices_are_given_in_the_dtype_asked_for_and_vectors_as_they_are(card):
+    model = random_model(card)
+    for (name, given), (_, own) in zip(hf_tensors(model, torch.bfloat16), hf_tensors(model), strict=True):
+        assert given.dtype == (torch.bfloat16 if own.ndim > 1 else torch.float32), name
+        assert torch.equal(given, own.to(given.dtype)), name
+
+
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prl.transport.buckets import Assembler, checksum, fill, in_dtype, parts_of
+from prl.transport.buckets import Assembler, checksum, fill, parts_of
 from prl.transport.weights_ipc import at_device
 from prl.transport.weights_nccl import NcclPublisher, receive_nccl
 
@@ -49,10 +49,10 @@ def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 def test_what_is_put_into_buckets_comes_out(sizes: list[int], bucket_bytes: int, dtypes: list[torch.dtype]) -> None:
     sent = [(f"w{i}", (torch.arange(size) % 251).to(dtypes[i])) for i, size in enumerate(sizes)]
     assembler, got = Assembler(), {}
-    for parts, pieces in parts_of(sent, bucket_bytes):
+    for parts, runs in parts_of(sent, bucket_bytes):
         bucket = torch.full((bucket_bytes,), 7, dtype=torch.uint8)
         assert sum(part[4] for part in parts) <= bucket_bytes
-        fill(bucket, parts, pieces)
+        fill(bucket, runs)
         for name, tensor in assembler.take(bucket, json.loads(json.dumps(parts))):
             got[name] = tensor.clone()
     assert list(got) == [name for name, _ in sent]
@@ -83,9 +83,21 @@ def test_a_checksum_depends_on_every_bit() -> None:
         assert checksum(changed) != before
 
 
-def test_matrices_travel_in_the_engines_dtype_and_vectors_as_they_are() -> None:
-    sent = dict(in_dtype([("w", torch.ones(2, 2)), ("norm", torch.ones(2))], torch.bfloat16))
-    assert (sent["w"].dtype, sent["norm"].dtype) == (torch.bfloat16, torch.float32)
+def test_what_lies_together_is_copied_together_and_nothing_else_is() -> None:
+    stack = torch.arange(64 * 6, dtype=torch.float32).view(6, 64)
+    sent = [
+        *((f"e{i}", stack[i]) for i in (0, 1, 2, 4, 5, 3)),
+        ("other", torch.ones(64)),
+        ("odd", stack[0, :3]),
+        ("after", stack[0, 3:]),
+    ]
+    ((parts, runs),) = parts_of(sent, 1 << 14)
+    assert [run.count for run in runs] == [3 * 256, 2 * 256, 256, 256, 12, 244]
+    bucket = torch.zeros(1 << 14, dtype=torch.uint8)
+    fill(bucket, runs)
+    got = dict(Assembler().take(bucket, parts))
+    for name, tensor in sent:
+        assert torch.equal(got[name], tensor), name
 
 
 def test_a_mapped_handle_names_the_gpu_as_its_own_process_counts() -> None:
@@ -155,7 +167,7 @@ def publisher_for(
     count: int, timeout_s: float = 60.0, verify: bool = True, num_buckets: int = 2, device: torch.device = CPU
 ) -> NcclPublisher:
     options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "num_buckets": num_buckets, "verify": verify}
-    return NcclPublisher("127.0.0.1", count, device, torch.float32, **options)
+    return NcclPublisher("127.0.0.1", count, device, **options)
 
 
 @pytest.fixture

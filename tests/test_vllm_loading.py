@@ -78,8 +78,8 @@ def weights(path: Path, overrides: list[str], seed: int) -> list[tuple[str, Tens
 def arriving(named: list[tuple[str, Tensor]]) -> Iterator[Chunk]:
     """As device transports bring them: in two buckets that take turns, each overwritten as soon as it may be."""
     buckets, assembler = [torch.empty(BUCKET, dtype=torch.uint8) for _ in range(2)], Assembler()
-    for number, (parts, pieces) in enumerate(parts_of(named, BUCKET)):
-        fill(buckets[number % 2], parts, pieces)
+    for number, (parts, runs) in enumerate(parts_of(named, BUCKET)):
+        fill(buckets[number % 2], runs)
         yield assembler.take(buckets[number % 2], parts)
         buckets[number % 2].fill_(255)
 

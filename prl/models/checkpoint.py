@@ -260,12 +260,15 @@ def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def hf_tensors(model: Qwen3Model) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Qwen3Model, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Whole checkpoint tensors, adapters added in, gathered one parameter at a time: a collective when the model is
-    sharded.
+    sharded; else they may be the model's own memory.
+
+    dtype: of matrices, None leaves them as they are. Vectors (norms, biases of routers) are small and stay exact.
     """
     for name, whole in chain(merged_parameters(model), model.checkpoint_buffers().items()):
-        yield from model.to_hf(name, whole)
+        narrows = dtype is not None and whole.ndim > 1 and whole.is_floating_point()
+        yield from model.to_hf(name, whole.to(dtype) if narrows else whole)
 
 
 def save_checkpoint(

@@ -157,9 +157,14 @@ def copy_shard(param: Tensor, whole: Tensor) -> None:
 
 
 def whole_tensor(param: Tensor) -> Tensor:
-    """A collective when the parameter is sharded."""
+    """A collective when the parameter is sharded; else its own memory."""
     data = param.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data
+    if not isinstance(data, DTensor):
+        return data
+    if data.device_mesh.size() > 1:
+        return data.full_tensor()
+    with torch.no_grad():  # to_local is differentiable, and slow for it
+        return data.to_local()
 
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

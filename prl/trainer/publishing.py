@@ -12,7 +12,7 @@ from prl.models.adapters import peft_config
 from prl.planning.run_plan import RunPlan
 from prl.runtime.child import ChildContext
 from prl.trainer.world import World
-from prl.transport.weights import Publisher, make_publisher
+from prl.transport.weights import DEVICE_TRANSPORTS, Publisher, make_publisher
 from prl.transport.weights_ipc import IpcPublisher
 from prl.transport.weights_lora import AdapterPublisher
 from prl.transport.weights_nccl import NcclPublisher
@@ -27,10 +27,10 @@ def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
     if not world.is_main:
         return None
     if transport.type == "nccl":
-        receivers, dtype = count_receivers(ctx.plan), wire_dtype(ctx.plan)
+        receivers = count_receivers(ctx.plan)
         buckets = transport.stage_mib // transport.bucket_mib
         options = device_options(ctx.plan)
-        return NcclPublisher(address, receivers, world.device, dtype, num_buckets=buckets, **options)
+        return NcclPublisher(address, receivers, world.device, num_buckets=buckets, **options)
     if transport.type == "lora":
         config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
         return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)
@@ -54,8 +54,7 @@ def _ipc_publisher(ctx: ChildContext, world: World, address: str) -> IpcPublishe
         engine.node == role.node and role.devices[0] in engine.devices for engine in ctx.plan.roles_of("inference")
     )
     announcing = where[0] if world.is_main else None
-    dtype = wire_dtype(ctx.plan)
-    return IpcPublisher(store, announcing, world.device, dtype, serves=serves, **device_options(ctx.plan))
+    return IpcPublisher(store, announcing, world.device, serves=serves, **device_options(ctx.plan))
 
 
 def device_options(plan: RunPlan) -> dict[str, Any]:
@@ -72,7 +71,9 @@ def count_receivers(plan: RunPlan) -> int:
     return sum(len(engine.devices) for engine in plan.roles_of("inference"))
 
 
-def wire_dtype(plan: RunPlan) -> torch.dtype:
-    """In which matrices travel from GPU to GPU: the one in which engines compute."""
+def wire_dtype(plan: RunPlan) -> torch.dtype | None:
+    """In which matrices travel: from GPU to GPU the one in which engines compute, else (None) the trainer's own."""
     inference, model = plan.config.inference, plan.config.model
+    if plan.config.weight_transport.type not in DEVICE_TRANSPORTS:
+        return None
     return getattr(torch, model.dtype if inference.dtype == "auto" else inference.dtype)

@@ -18,7 +18,7 @@ from prl.trainer.batches import BatchClient
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.export import export_policy
 from prl.trainer.policy import Policy, device_memory_bytes, peak_memory_bytes, seed_everything
-from prl.trainer.publishing import publisher_of
+from prl.trainer.publishing import publisher_of, wire_dtype
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
 from prl.transport.batch import TrainBatch
@@ -43,7 +43,7 @@ class RLTrainer:
         self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
         self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
-        self.publisher = publisher_of(ctx, world)
+        self.publisher, self.wire_dtype = publisher_of(ctx, world), wire_dtype(ctx.plan)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
@@ -135,7 +135,7 @@ class RLTrainer:
         self.publications += 1
         model = self.policy.model
         only_adapters = self.config.weight_transport.type == "lora"
-        tensors = peft_tensors(model, model.card) if only_adapters else hf_tensors(model)
+        tensors = peft_tensors(model, model.card) if only_adapters else hf_tensors(model, self.wire_dtype)
         if self.publisher is None:
             for _ in tensors:  # take part in the gathers
                 pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,32 @@ Announce = Callable[[dict[str, Any]], None]  # takes the update_info of a versio
 Chunk = list[tuple[str, Tensor]]  # named tensors that hold together, until the next chunk is asked for
 
 
-def parts_of(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[list[Part], list[Tensor]]]:
-    """Cut a stream into buckets: the parts of each, and the bytes of each part ([n] uint8, on the tensors' device)."""
+@dataclass
+class Run:
+    """Parts that lie one after another both in their tensors' memory and in a bucket: copied as one."""
+
+    data: Tensor  # bytes of the first part's tensor, [n] uint8
+    first: int  # byte of `data`
+    count: int  # bytes, which may go on beyond `data`
+    offset: int  # in the bucket
+
+    def goes_on(self, data: Tensor, first: int, offset: int) -> bool:
+        """Whether a part is what follows; `data` of one memory with ours, not of a neighbour by chance."""
+        return (
+            offset == self.offset + self.count
+            and data.data_ptr() + first == self.data.data_ptr() + self.first + self.count
+            and data.untyped_storage().data_ptr() == self.data.untyped_storage().data_ptr()
+        )
+
+    def bytes(self) -> Tensor:
+        return self.data.as_strided((self.count,), (1,), self.data.storage_offset() + self.first)
+
+
+def parts_of(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[list[Part], list[Run]]]:
+    """Cut a stream into buckets: the parts of each, and where their bytes are. Experts of one stack are one run."""
     assert bucket_bytes % ALIGN == 0
     parts: list[Part] = []
-    pieces: list[Tensor] = []
+    runs: list[Run] = []
     offset = 0
     for name, tensor in tensors:
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -34,22 +56,25 @@ def parts_of(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterat
         while True:
             count = min(data.numel() - first, bucket_bytes - offset)
             parts.append([name, dtype, shape, first, count, offset])
-            pieces.append(data[first : first + count])
+            if runs and runs[-1].goes_on(data, first, offset):
+                runs[-1].count += count
+            else:
+                runs.append(Run(data, first, count, offset))
             offset += -(-count // ALIGN) * ALIGN
             first += count
             if offset >= bucket_bytes:
-                yield parts, pieces
-                parts, pieces, offset = [], [], 0
+                yield parts, runs
+                parts, runs, offset = [], [], 0
             if first >= data.numel():
                 break
     if parts:
-        yield parts, pieces
+        yield parts, runs
 
 
-def fill(bucket: Tensor, parts: list[Part], pieces: list[Tensor]) -> None:
-    """Copy pieces to their offsets; `bucket` [n] uint8. On a GPU many travel in one kernel."""
-    places = [bucket[offset : offset + count] for *_, count, offset in parts]
-    torch._foreach_copy_(places, pieces, non_blocking=True)
+def fill(bucket: Tensor, runs: list[Run]) -> None:
+    """Copy runs to their offsets; `bucket` [n] uint8. On a GPU many travel in one kernel."""
+    places = [bucket[run.offset : run.offset + run.count] for run in runs]
+    torch._foreach_copy_(places, [run.bytes() for run in runs], non_blocking=True)
 
 
 class Assembler:
@@ -81,9 +106,3 @@ class Assembler:
 def checksum(bucket: Tensor) -> int:
     """Sum of the bucket's 32-bit words, modulo 2^64: computed where the bytes are, at the speed of its memory."""
     return int(bucket.view(torch.int32).sum(dtype=torch.int64).item())
-
-
-def in_dtype(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Matrices in the dtype in which engines compute; vectors (norms, biases of routers) are small and stay exact."""
-    for name, tensor in tensors:
-        yield name, tensor.to(dtype) if tensor.ndim > 1 and tensor.is_floating_point() else tensor

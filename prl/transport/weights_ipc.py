@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from prl.transport.buckets import Announce, Assembler, Chunk, checksum, fill, in_dtype, parts_of
+from prl.transport.buckets import Announce, Assembler, Chunk, checksum, fill, parts_of
 from prl.transport.weights_nccl import BUCKETS
 
 DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the index of the GPU, which each process counts for itself
@@ -39,7 +39,6 @@ class IpcPublisher:
         store: dist.Store,
         announcing: dict[str, Any] | None,
         device: torch.device,
-        dtype: torch.dtype,
         *,
         serves: bool,
         timeout_s: float,
@@ -47,7 +46,7 @@ class IpcPublisher:
         verify: bool,
     ) -> None:
         """`announcing`: host and port of the store, for the rank that speaks for all; `serves`: an engine is here."""
-        self.store, self.announcing, self.device, self.dtype = store, announcing, device, dtype
+        self.store, self.announcing, self.device = store, announcing, device
         self.serves, self.timeout_s, self.verify = serves, timeout_s, verify
         self.name = gpu_name(device)
         self.bucket_bytes = bucket_bytes
@@ -66,11 +65,11 @@ class IpcPublisher:
                 pass
             return
         prefix, number = f"{self.name}/{version}", 0
-        for number, (parts, pieces) in enumerate(parts_of(in_dtype(tensors, self.dtype), self.bucket_bytes), 1):
+        for number, (parts, runs) in enumerate(parts_of(tensors, self.bucket_bytes), 1):
             if number > BUCKETS:
                 self._await(f"{prefix}/free/{number - BUCKETS}", version)
             bucket = self.buckets[number % BUCKETS]
-            fill(bucket, parts, pieces)
+            fill(bucket, runs)
             header = {"parts": parts, "checksum": checksum(bucket) if self.verify else None}
             torch.cuda.current_stream(self.device).synchronize()  # the other process sees memory, not streams
             self.store.set(f"{prefix}/bucket/{number}", json.dumps(header))

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prl.transport.buckets import Announce, Assembler, Chunk, Part, checksum, fill, in_dtype, parts_of
+from prl.transport.buckets import Announce, Assembler, Chunk, Part, checksum, fill, parts_of
 
 BUCKETS = 2  # one travels while the other is filled
 POLL_S = 0.005
@@ -105,15 +105,14 @@ class NcclPublisher:
         address: str,
         num_receivers: int,
         device: torch.device,
-        dtype: torch.dtype,
         *,
         timeout_s: float,
         bucket_bytes: int,
         num_buckets: int,
         verify: bool,
     ) -> None:
-        """`num_receivers`: processes of all engines that hold weights; `dtype`: in which matrices travel."""
-        self.address, self.num_receivers, self.device, self.dtype = address, num_receivers, device, dtype
+        """`num_receivers`: processes of all engines that hold weights."""
+        self.address, self.num_receivers, self.device = address, num_receivers, device
         self.timeout_s, self.bucket_bytes, self.verify = timeout_s, bucket_bytes, verify
         self.store = dist.TCPStore(
             address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -147,10 +146,10 @@ class NcclPublisher:
         )
         filled: queue.SimpleQueue[tuple[list[Part], Bucket] | None] = queue.SimpleQueue()
         self.sending = self.sender.submit(self._send, version, filled)
-        for parts, pieces in parts_of(in_dtype(tensors, self.dtype), self.bucket_bytes):
+        for parts, runs in parts_of(tensors, self.bucket_bytes):
             bucket = self._take_bucket()
             bucket.await_last_use()
-            fill(bucket.data, parts, pieces)
+            fill(bucket.data, runs)
             bucket.mark()
             filled.put((parts, bucket))
         filled.put(None)
