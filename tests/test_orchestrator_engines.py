@@ -10,7 +10,8 @@ import pytest
 from fake_engine import generate, pool_of
 
 from prl.orchestrator import engines
-from prl.orchestrator.engines import PAUSE, EngineError
+from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engines import PAUSE
 from prl.orchestrator.lockstep import Lockstep
 
 

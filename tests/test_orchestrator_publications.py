@@ -9,7 +9,8 @@ from fake_engine import generate, pool_of
 from test_orchestrator_restarts import UPDATE, dead_server, until
 
 from prl.config import compose
-from prl.orchestrator.engines import EngineError, NoWeights
+from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engines import NoWeights
 from prl.orchestrator.loop import Orchestrator
 from prl.planning.run_plan import make_plan
 from prl.runtime.restarts import why_final
@@ -259,6 +260,22 @@ def test_nothing_is_asked_for_while_weights_are_on_their_way():
                 assert await order(orchestrator, 2, 2, timeout_s=0.3) is None
             assert await orchestrator.weights_delivered(2, 5)
             assert pool.serving == [True, True]
+            await asyncio.gather(*orchestrator.updates)
+
+    asyncio.run(scenario())
+
+
+def test_a_publication_behind_an_evaluation_has_its_turn_after_it():
+    """From then on engines have a limited time to come; an evaluation may take longer."""
+
+    async def scenario():
+        async with orchestrator_of() as (orchestrator, _, _):
+            assert await orchestrator.turn_reached(1, 0)
+            async with orchestrator.engine_lock:
+                await orchestrator.weights_published(2, 1, info(1))
+                assert not await orchestrator.turn_reached(2, 0.3)
+            assert await orchestrator.turn_reached(2, 5)
+            assert await orchestrator.weights_delivered(2, 5)
             await asyncio.gather(*orchestrator.updates)
 
     asyncio.run(scenario())

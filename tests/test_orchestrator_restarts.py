@@ -14,7 +14,7 @@ from inference_server import running_server
 from weight_updates import published
 
 from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
-from prl.orchestrator.engines import EngineError
+from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.restarts import INTERVAL_S, follow_restarts
 from prl.transport.weights import FilesystemPublisher
 

@@ -16,7 +16,8 @@ from prl.config.schema import InferenceConfig, RouterConfig
 from prl.inference.router import replicas
 from prl.inference.router.proxy import CONTROL_ROUTES, GENERATING_ROUTES, Router
 from prl.orchestrator import engines
-from prl.orchestrator.engines import EngineError, EnginePool
+from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engines import EnginePool
 
 KEY = {"Authorization": "Bearer token"}
 PROMPT = list(range(64))

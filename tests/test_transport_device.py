@@ -188,8 +188,7 @@ def test_every_engine_gets_every_version(two_engines: Engines, num_buckets: int)
             assert not isinstance(got, str), got
             assert list(got) == list(sent)
             for name, tensor in sent.items():
-                wanted = tensor.float() if tensor.ndim > 1 else tensor
-                assert torch.equal(got[name], wanted)
+                assert torch.equal(got[name], tensor)
     publisher.acknowledge()
     assert not publisher.store.check(["bucket/3/1"]), "what was said of a bucket is forgotten"
 
@@ -345,6 +344,28 @@ def test_an_engine_that_does_not_come_is_named(two_engines: Engines) -> None:
     publisher.timeout_s = 1.0
     with pytest.raises(TimeoutError, match=rf"version 2: not ready within 1 s: process {victim.pid} of \S+ on cpu"):
         publisher.publish(2, tensors(), two_engines.announce)
+
+
+@pytest.mark.slow
+def test_engines_have_time_from_when_they_are_told(two_engines: Engines) -> None:
+    """Before, they may be busy with an evaluation."""
+    publisher, told = publisher_for(2), threading.Event()
+    publisher.publish(1, tensors(), two_engines.announce)
+    two_engines.results()
+    publisher.acknowledge()
+    publisher.timeout_s = 1.0
+
+    def announce(info: dict[str, Any]) -> threading.Event:
+        def tell() -> None:
+            two_engines.announce(info)
+            told.set()
+
+        threading.Timer(2.5, tell).start()
+        return told
+
+    publisher.publish(2, tensors(2), announce)
+    assert all(torch.equal(got["long"], dict(tensors(2))["long"]) for got in two_engines.results())
+    publisher.acknowledge()
 
 
 def test_an_engine_that_never_joined_is_counted() -> None:

@@ -31,8 +31,9 @@ from prl.inference.sequences import Request
 from prl.inference.server import eos_token_ids
 from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
 from prl.orchestrator.concurrency import EngineLoad
+from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_watch import parse_loads
-from prl.orchestrator.engines import PAUSE, EngineError, EnginePool
+from prl.orchestrator.engines import PAUSE, EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.runtime.status_file import read_status
 from prl.transport.weights import make_publisher

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
+from prl.orchestrator.engine_answers import EngineError, check_routing, parse_choice
 from prl.orchestrator.rollout import Generation
 from prl.planning.vllm_arguments import PREFILL_ONLY
 from prl.transport.weights_lora import ADAPTER, LORA, load_steps
@@ -28,14 +26,6 @@ INIT_TRANSFER = "/init_weight_transfer_engine"
 NOTICE_S = 10.0  # from an engine's failure to the supervisor's word that it was started again
 RETRY_S = 0.2
 NCCL = "nccl"  # type of the update_info of weights that nobody holds
-
-
-class EngineError(RuntimeError):
-    """An engine refused or failed; the message names the route, the status and the engine's own words."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.refused = 400 <= status < 500  # by an engine in good health
 
 
 class EngineLost(EngineError):
@@ -254,9 +244,9 @@ class EnginePool:
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        generation = _parse_choice(reply["choices"][0], known)
+        generation = parse_choice(reply["choices"][0], known)
         if self.config.return_routed_experts:
-            _check_routing(generation, len(prompt_ids))
+            check_routing(generation, len(prompt_ids))
         self.aborted += generation.finish_reason == "abort"
         return generation
 
@@ -463,40 +453,3 @@ def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, 
         ("/update_weights", {"update_info": update_info}),
         ("/finish_weight_update", {"weight_version": str(version)}),
     ]
-
-
-def _parse_choice(choice: dict[str, Any], known: int) -> Generation:
-    """`known`: version served when the request was sent, and so at most that of any token; for what the engine leaves
-    unlabelled.
-    """
-    content = (choice.get("logprobs") or {}).get("content") or []
-    token_ids = choice["token_ids"] or []
-    if len(content) != len(token_ids):
-        raise EngineError(f"an engine returned {len(token_ids)} tokens but {len(content)} logprobs")
-    versions = [known] * len(token_ids)
-    for span in choice.get("weight_versions") or []:
-        versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
-    routed = choice.get("routed_experts")
-    return Generation(
-        token_ids=token_ids,
-        logprobs=[entry["logprob"] for entry in content],
-        versions=versions,
-        finish_reason=choice["finish_reason"] or "stop",
-        routed_experts=None if routed is None else np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False),
-    )
-
-
-def _check_routing(generation: Generation, num_prompt: int) -> None:
-    """Raises EngineError unless every token but the last, which was never forwarded, has a row of experts.
-
-    A row too few would replay each choice on the wrong token, and no routing at all would silently be no replay.
-    """
-    if not generation.token_ids:  # aborted before its first token
-        return
-    expected = num_prompt + len(generation.token_ids) - 1
-    routed = generation.routed_experts
-    found = "no" if routed is None else f"{len(routed)} rows of"
-    if routed is None or len(routed) != expected:
-        raise EngineError(f"an engine returned {found} routed experts for {expected} forwarded tokens")
-    if routed.shape[-1] > 1 and not routed.any():  # vLLM 0.23 with MoE kernels that route by themselves
-        raise EngineError("an engine returned expert 0 throughout: its kernels do not record the routing")

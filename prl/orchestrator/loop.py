@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,8 @@ class Orchestrator:
         self.served = -1  # policy version that all engines serve; -1: none yet
         # newest publication that engines are done with, and whether they serve it; NO_PUBLICATION: they are up
         self.delivery = NO_PUBLICATION - 1, False
-        self.delivered = asyncio.Condition()
+        self.turn = NO_PUBLICATION  # newest publication that engines were told of
+        self.delivered = asyncio.Condition()  # of both
         self.again: set[int] = set()  # publications behind which the trainer publishes the same version once more
         self.error: Exception | None = None  # of a request handler
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
@@ -288,6 +289,9 @@ class Orchestrator:
             # an evaluation all of whose engines wait for weights would wait for ever: it goes on with these
             while not turn.done() and not self.engines.starved:
                 await asyncio.wait([turn], timeout=LOOK_S)
+            async with self.delivered:
+                self.turn = publication
+                self.delivered.notify_all()
             is_new = version != self.served
             asleep = self.colocated and self.served >= 0
             taken = await self.engines.update_weights(version, update_info, asleep=asleep)
@@ -318,13 +322,18 @@ class Orchestrator:
     async def weights_delivered(self, publication: int, timeout_s: float) -> bool | None:
         """Wait until engines are done with it: whether they serve it. None when it takes longer than timeout_s."""
 
-        def is_done() -> bool:
-            return self.delivery[0] >= publication
+        is_done = await self._comes_true(lambda: self.delivery[0] >= publication, timeout_s)
+        return self.delivery[1] if is_done else None
 
+    async def turn_reached(self, publication: int, timeout_s: float) -> bool:
+        """Wait until engines are told of it: behind an evaluation. False when it takes longer than timeout_s."""
+        return await self._comes_true(lambda: self.turn >= publication, timeout_s)
+
+    async def _comes_true(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         async with self.delivered:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.delivered.wait_for(is_done), timeout_s)
-        return self.delivery[1] if is_done() else None
+                await asyncio.wait_for(self.delivered.wait_for(condition), timeout_s)
+            return condition()
 
     async def trainer_checkpointed(self, step: int) -> None:
         """The trainer's part is on disk: add ours and make the checkpoint count."""

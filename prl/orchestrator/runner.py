@@ -14,7 +14,8 @@ from prl.envs.protocol import Message, Reply, Tool
 from prl.models.chat import ChatRenderer
 from prl.orchestrator.concurrency import UNLIMITED, Limiter, start_limit
 from prl.orchestrator.conversation import Conversation
-from prl.orchestrator.engines import EngineError, EnginePool
+from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient, RolloutFailed
 from prl.orchestrator.lockstep import Lockstep
 from prl.orchestrator.rollout import Generation, Group, Rollout

@@ -18,6 +18,7 @@ class TrainerService(Protocol):
 
     async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> bytes | None: ...
     async def weights_published(self, publication: int, version: int, update_info: dict[str, object]) -> None: ...
+    async def turn_reached(self, publication: int, timeout_s: float) -> bool: ...
     async def weights_delivered(self, publication: int, timeout_s: float) -> bool | None: ...
     async def trainer_checkpointed(self, step: int) -> None: ...
     async def trainer_done(self, step: int) -> None: ...
@@ -47,6 +48,10 @@ async def start_server(service: TrainerService, listen_socket: socket.socket, to
         await service.weights_published(body["publication"], body["version"], body["update_info"])
         return web.json_response({})
 
+    async def turn(request: web.Request) -> web.Response:
+        has_come = await service.turn_reached(int(request.query["publication"]), LONG_POLL_S)
+        return web.json_response({}) if has_come else web.Response(status=204)
+
     async def delivery(request: web.Request) -> web.Response:
         taken = await service.weights_delivered(int(request.query["publication"]), LONG_POLL_S)
         return web.Response(status=204) if taken is None else web.json_response({"taken": taken})
@@ -62,6 +67,7 @@ async def start_server(service: TrainerService, listen_socket: socket.socket, to
     app = web.Application(middlewares=[authorize])
     app.router.add_get("/train/batch", batch)
     app.router.add_post("/train/weights", weights)
+    app.router.add_get("/train/turn", turn)
     app.router.add_get("/train/delivery", delivery)
     app.router.add_post("/train/checkpoint", checkpoint)
     app.router.add_post("/train/done", done)

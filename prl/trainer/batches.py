@@ -39,8 +39,13 @@ class BatchClient:
         while self._outcome(NO_PUBLICATION) is None:
             self.beat()
 
+    def wait_for_turn(self, publication: int) -> None:
+        """Return once engines are being told of it: behind an evaluation, which may take longer than any transfer."""
+        while self._call(f"/train/turn?publication={publication}", None, LONG_POLL_S)[0] != 200:
+            pass
+
     def wait_for_delivery(self, publication: int) -> bool:
-        """Return once engines are done with it, which may take as long as an evaluation that is under way.
+        """Return once engines are done with it.
 
         True if they serve it. False if there was none, all being started again, or one died where all had to meet.
         """

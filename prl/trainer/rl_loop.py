@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -144,15 +145,22 @@ class RLTrainer:
         if self.holds:
             self.publisher.acknowledge()  # the version before: till now an engine that was restarted could fetch it
 
-        def announce(update_info: dict[str, Any]) -> None:
-            self.announced = self.poster.submit(self.announce, self.publications, version, update_info)
+        def announce(update_info: dict[str, Any]) -> threading.Event:
+            told = threading.Event()
+            self.announced = self.poster.submit(self.announce, self.publications, version, update_info, told)
+            return told
 
         self.publisher.publish(version, tensors, announce)
         return time.perf_counter() - started
 
-    def announce(self, publication: int, version: int, update_info: dict[str, Any]) -> None:
+    def announce(self, publication: int, version: int, update_info: dict[str, Any], told: threading.Event) -> None:
+        """In a thread: tell the orchestrator, and wait until engines have it. `told` is set when they hear of it."""
         payload = {"publication": publication, "version": version, "update_info": update_info}
-        self.client.post("/train/weights", payload, self.config.weight_transport.timeout_s)
+        try:
+            self.client.post("/train/weights", payload, self.config.weight_transport.timeout_s)
+            self.client.wait_for_turn(publication)
+        finally:
+            told.set()
         taken = self.client.wait_for_delivery(publication)
         if not self.holds:
             assert self.publisher is not None

@@ -7,6 +7,7 @@ a bucket). The largest thing that ever exists besides the model is one bucket, o
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from prl.transport.flat import ALIGN
 
 # [name, dtype, shape of the whole tensor, first byte of this part, its bytes, its offset in the bucket]
 Part = list[Any]
-Announce = Callable[[dict[str, Any]], None]  # takes the update_info of a version
+# takes the update_info of a version; what it returns, if anything, is set when engines are told of it
+Announce = Callable[[dict[str, Any]], threading.Event | None]
 Chunk = list[tuple[str, Tensor]]  # named tensors that hold together, until the next chunk is asked for
 
 

@@ -132,7 +132,7 @@ class NcclPublisher:
         self._await_sent()
         self.publications += 1
         self.withdrawn.clear()
-        announce(
+        told = announce(
             {
                 "type": "nccl",
                 "host": self.address,
@@ -145,7 +145,7 @@ class NcclPublisher:
             }
         )
         filled: queue.SimpleQueue[tuple[list[Part], Bucket] | None] = queue.SimpleQueue()
-        self.sending = self.sender.submit(self._send, version, filled)
+        self.sending = self.sender.submit(self._send, version, told, filled)
         for parts, runs in parts_of(tensors, self.bucket_bytes):
             bucket = self._take_bucket()
             bucket.await_last_use()
@@ -176,8 +176,15 @@ class NcclPublisher:
         if self.group is not None:
             self.group.drop()
 
-    def _send(self, version: int, filled: queue.SimpleQueue[tuple[list[Part], Bucket] | None]) -> None:
+    def _send(
+        self,
+        version: int,
+        told: threading.Event | None,
+        filled: queue.SimpleQueue[tuple[list[Part], Bucket] | None],
+    ) -> None:
         """In the thread: everything of one version, until every engine has it."""
+        if told is not None:
+            told.wait()
         members = self._gather(version)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
