@@ -143,9 +143,9 @@ def test_engines_that_die_behind_the_last_weights_are_missed_only_if_none_is_lef
 
 
 @contextlib.asynccontextmanager
-async def orchestrator_of(count=1):
+async def orchestrator_of(count=1, transport="nccl"):
     """One whose engines serve version 0, published once; `evaluations` holds the versions that were evaluated."""
-    plan = make_plan(compose(["weight_transport=nccl", "eval.interval=1", "eval.at_start=false"]))
+    plan = make_plan(compose([f"weight_transport={transport}", "eval.interval=1", "eval.at_start=false"]))
     metrics = SimpleNamespace(log=lambda **row: None)
     orchestrator = Orchestrator(SimpleNamespace(plan=plan, resume_step=0, metrics=metrics))
     orchestrator.evaluations = []
@@ -315,6 +315,34 @@ def test_an_evaluation_that_lost_its_only_engine_is_overtaken_by_the_weights():
             engine.go.set()
             await pool.readmit(0, 5)
             assert await orchestrator.weights_delivered(3, 5)
+            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
+            assert not orchestrator.engine_lock.locked()
+
+    asyncio.run(scenario())
+
+
+def test_an_evaluation_that_lost_its_only_engine_does_not_keep_newer_weights_from_it():
+    """The trainer holds the newest version only, and the engine that came back knows of the one before."""
+
+    async def scenario():
+        async with orchestrator_of(transport="tcp") as (orchestrator, pool, (engine,)):
+
+            async def evaluate():
+                if orchestrator.runner.version == 1:
+                    engine.go.clear()
+                await generate(pool, f"eval-{orchestrator.runner.version}")
+
+            orchestrator._evaluate = evaluate
+            await orchestrator.weights_published(2, 1, info(1) | {"type": "tcp"})
+            await until(lambda: engine.held)
+            await orchestrator.weights_published(3, 2, info(2) | {"type": "tcp"})
+            engine.missing = 10**6  # of the version before
+            pool.lose(0)
+            engine.go.set()
+            back = asyncio.create_task(pool.readmit(0, 5))
+            await until(lambda: orchestrator.served == 2)
+            engine.missing = 0
+            await asyncio.wait_for(back, 5)
             await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
             assert not orchestrator.engine_lock.locked()
 

@@ -30,7 +30,7 @@ from prl.orchestrator.tasks import TaskSampler
 from prl.runtime.checkpoints import commit, raise_if_full, staging_dir
 from prl.runtime.child import ChildContext
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import NO_PUBLICATION
+from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
 
 PART = "orchestrator"
 LOOK_S = 0.2
@@ -286,8 +286,7 @@ class Orchestrator:
         await self.prepared.wait()  # the trainer may be up first
         turn = asyncio.create_task(self.engine_lock.acquire())
         try:
-            # an evaluation all of whose engines wait for weights would wait for ever: it goes on with these
-            while not turn.done() and not self.engines.starved:
+            while not turn.done() and not self._is_needed():
                 await asyncio.wait([turn], timeout=LOOK_S)
             async with self.delivered:
                 self.turn = publication
@@ -312,6 +311,14 @@ class Orchestrator:
             turn.cancel()
             if turn.done() and not turn.cancelled():
                 self.engine_lock.release()
+
+    def _is_needed(self) -> bool:
+        """Whether an evaluation under way can end only with the weights that come next, and so goes on with them.
+
+        Its engines wait for them, or will, for the version that they had is not held any more.
+        """
+        held = self.config.weight_transport.type in HOST_TRANSPORTS
+        return self.engines.starved or (held and not any(self.engines.serving))
 
     def _evaluates(self, version: int) -> bool:
         """Whether an evaluation follows when the engines have got `version`."""
