@@ -42,15 +42,6 @@ def test_a_request_carries_everything_that_fixes_its_sample():
     }  # fmt: skip
 
 
-def test_vllm_is_given_no_seed():
-    async def scenario():
-        async with pool_of(engine="vllm") as (pool, (engine,)):
-            await generate(pool)
-            return engine.bodies[0]["sampling_params"]
-
-    assert "seed" not in asyncio.run(scenario())
-
-
 def test_versions_change_within_an_answer_and_routing_is_decoded():
     routed = np.arange(2 * 4, dtype=np.uint8).reshape(4, 2, 1)
 

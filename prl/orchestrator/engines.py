@@ -215,8 +215,7 @@ class EnginePool:
         request_id: str,
         replica: int | None = None,
     ) -> Generation:
-        """One completion. `salt` separates prefix caches: requests with different salts never share KV. `seed`: for the
-        built-in engine alone.
+        """One completion. `salt` separates prefix caches: requests with different salts never share KV.
 
         Sampled again from the start when its replica dies, unless it was to be that replica and no other.
         """
@@ -230,9 +229,7 @@ class EnginePool:
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
                 "max_tokens": max_tokens,
-                # vLLM makes a generator of it and samples row by row, and as it batches by arrival, the same seed
-                # would not give the same bits there
-                **({"seed": seed} if self.config.engine == "torch" else {}),
+                "seed": seed,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "logprobs": 0,
                 "detokenize": False,
