@@ -133,7 +133,7 @@ def test_engines_that_die_behind_the_last_weights_are_missed_only_if_none_is_lef
             pool.expect_no_weights()
             await pool.readmit(0, 5)
             pool.lose(1)
-            with pytest.raises(NoWeights, match="after the trainer had sent the last ones"):
+            with pytest.raises(NoWeights, match="one or more died in the last update or after it"):
                 await pool.readmit(1, 5)
 
     asyncio.run(scenario())
@@ -154,7 +154,7 @@ async def orchestrator_of(count=1, transport="nccl"):
         orchestrator.evaluations.append(orchestrator.runner.version)
 
     async def set_version(version):
-        pass
+        orchestrator.runner.version = version
 
     async with pool_of(count) as (pool, engines):
         orchestrator.engines, orchestrator._evaluate = pool, evaluate
@@ -299,8 +299,10 @@ def test_an_update_that_finds_no_engine_is_delivered_to_nobody():
 def test_an_evaluation_that_lost_its_only_engine_is_overtaken_by_the_weights():
     async def scenario():
         async with orchestrator_of() as (orchestrator, pool, (engine,)):
+            evaluated = []
 
             async def evaluate():
+                evaluated.append(orchestrator.runner.version)
                 if orchestrator.runner.version == 1:
                     engine.go.clear()
                 await generate(pool, f"eval-{orchestrator.runner.version}")
@@ -317,6 +319,7 @@ def test_an_evaluation_that_lost_its_only_engine_is_overtaken_by_the_weights():
             assert await orchestrator.weights_delivered(3, 5)
             await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
             assert not orchestrator.engine_lock.locked()
+            assert (evaluated, orchestrator.runner.version) == ([1, 2], 2)
 
     asyncio.run(scenario())
 
@@ -326,8 +329,10 @@ def test_an_evaluation_that_lost_its_only_engine_does_not_keep_newer_weights_fro
 
     async def scenario():
         async with orchestrator_of(transport="tcp") as (orchestrator, pool, (engine,)):
+            evaluated = []
 
             async def evaluate():
+                evaluated.append(orchestrator.runner.version)
                 if orchestrator.runner.version == 1:
                     engine.go.clear()
                 await generate(pool, f"eval-{orchestrator.runner.version}")
@@ -345,6 +350,7 @@ def test_an_evaluation_that_lost_its_only_engine_does_not_keep_newer_weights_fro
             await asyncio.wait_for(back, 5)
             await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
             assert not orchestrator.engine_lock.locked()
+            assert (evaluated, orchestrator.runner.version) == ([1, 2], 2)
 
     asyncio.run(scenario())
 

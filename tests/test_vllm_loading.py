@@ -141,27 +141,33 @@ def test_a_rank_gets_its_part() -> None:
     loader = WeightLoader(model, None, in_place=True)
     for version in (1.0, 2.0):
         whole = version * torch.arange(12.0).view(2, 6)
-        loader.load([[("theirs", whole), ("mine", whole)]])
+        loader.load([[("theirs", -whole), ("mine", whole)]])
         assert loader.copies is not None
         assert torch.equal(model.weight[2:], whole[:, 3:])
 
 
-def test_a_loader_that_computes_is_watched_in_vain() -> None:
-    """Its copies could not be made again: every update goes through it."""
+@pytest.mark.parametrize("kind", ["computed", "filled", "kept elsewhere"])
+def test_a_loader_that_does_more_than_copy_is_watched_in_vain(kind: str) -> None:
+    """What it does could not be repeated: every update goes through it."""
     from prl.inference.vllm.loading import WeightLoader
 
-    class Halved(nn.Linear):
+    class More(nn.Linear):
         def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> set[str]:
             for _, tensor in named:
-                self.weight.data.copy_(tensor / 2)
+                if kind == "filled":
+                    self.weight.data.fill_(tensor[0, 0].item())
+                else:
+                    self.weight.data.copy_(tensor * 1 if kind == "computed" else tensor)
+                if kind == "kept elsewhere":
+                    elsewhere.copy_(tensor)
             return {"weight"}
 
-    model = Halved(3, 5, bias=False)
+    model, elsewhere = More(3, 5, bias=False), torch.empty(5, 3)
     loader = WeightLoader(model, None, in_place=True)
     for version in (1.0, 2.0):
         loader.load([[("w", torch.full((5, 3), version))]])
         assert loader.copies is None
-        assert torch.equal(model.weight, torch.full((5, 3), version / 2))
+        assert torch.equal(model.weight, torch.full((5, 3), version))
 
 
 def outputs(model: nn.Module) -> Tensor:

@@ -168,7 +168,7 @@ class EnginePool:
 
     def _check_hope(self) -> None:
         if self.last_weights and self.starved:
-            raise NoWeights("no engine has weights: they died after the trainer had sent the last ones")
+            raise NoWeights("no engine has weights: one or more died in the last update or after it")
 
     @property
     def wants_weights(self) -> bool:
@@ -408,8 +408,8 @@ class EnginePool:
 
     @property
     def standing_still(self) -> bool:
-        """Whether some replica is being updated, or all are asleep."""
-        return self.asleep or self.updating.locked()
+        """Whether some replica is being updated, or all are asleep, or paused by an update that a death ended."""
+        return self.asleep or self.updating.locked() or self.interrupted
 
     async def scrape(self, index: int) -> str:
         """A replica's metrics, as Prometheus text. Raises EngineError, after 5 s at the latest."""

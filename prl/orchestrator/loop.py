@@ -175,9 +175,13 @@ class Orchestrator:
         trained_all = self.runner.version >= self.config.max_steps
         at_end = self.config.eval.interval and self.config.eval.at_end and not self._due(self.runner.version)
         evaluates = trained_all and at_end
-        if evaluates or self.updates:  # these evaluate, too
+        if self.stop_at is not None and self.engines.starved:
+            for update in self.updates:  # an evaluation of theirs would wait for weights that do not come
+                update.cancel()
+        elif evaluates or self.updates:  # these evaluate, too
             self.engines.expect_no_weights()
-        await asyncio.gather(*self.updates)
+        if self.updates:
+            await asyncio.wait(self.updates)  # `_check_update` sees what went wrong
         await self.producer.stop()
         if evaluates:
             async with self.engine_lock:
@@ -303,9 +307,10 @@ class Orchestrator:
                 self.served, self.delivery = version, (publication, taken)
                 self.delivered.notify_all()
             await turn
-            if is_new:
-                if self._evaluates(version):
-                    await self._evaluate()
+            # a version that was overtaken meanwhile is nobody's any more
+            if is_new and version == self.served and self._evaluates(version):
+                await self._evaluate()
+            if is_new and version == self.served:
                 await self.producer.set_version(version)
         finally:
             turn.cancel()

@@ -126,7 +126,8 @@ class RolloutRunner:
         text = str(error) or f"no end after {self.config.env.rollout_timeout_s} s"
         self.stats.failures[text] += 1
         self.stats.last_error = text
-        if self.engines.any_serving.is_set():  # else they fail because the engines are being started again
+        # else they fail because the engines are being started again, or wait for weights
+        if self.engines.any_serving.is_set() and not self.engines.starved:
             self.stats.failed_in_a_row += 1
         if self.stats.failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise NothingWorks(f"{MAX_FAILURES_IN_A_ROW} rollouts in a row failed; the last one: {text}")

@@ -40,7 +40,10 @@ class BatchClient:
             self.beat()
 
     def wait_for_turn(self, publication: int) -> None:
-        """Return once engines are being told of it: behind an evaluation, which may take longer than any transfer."""
+        """Return once engines are being told of it: behind an evaluation, which may take longer than any transfer.
+
+        Trainers of several ranks meet in gathers, and there wait for deployment.hang_timeout_s at most.
+        """
         while self._call(f"/train/turn?publication={publication}", None, LONG_POLL_S)[0] != 200:
             pass
 

@@ -30,7 +30,7 @@ def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
         receivers = count_receivers(ctx.plan)
         buckets = transport.stage_mib // transport.bucket_mib
         options = device_options(ctx.plan)
-        return NcclPublisher(address, receivers, world.device, num_buckets=buckets, **options)
+        return NcclPublisher(address, receivers, world.device, num_buckets=buckets, beat=ctx.beat, **options)
     if transport.type == "lora":
         config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
         return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)

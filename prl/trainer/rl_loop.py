@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from prl.trainer.world import World, join_world, largest_over_world, leave_world
 from prl.transport.batch import TrainBatch
 from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
 from prl.transport.weights_nccl import NcclPublisher
+
+BEAT_S = 1.0
 
 
 def main(ctx: ChildContext) -> None:
@@ -175,7 +177,11 @@ class RLTrainer:
             self.await_announced()
 
     def await_announced(self) -> None:
+        """Until engines have what was published last: behind an evaluation, if there is one, and so with beats."""
         if self.announced is not None:
+            while not self.announced.done():
+                self.ctx.beat()
+                wait([self.announced], BEAT_S)
             self.announced.result()
             self.announced = None
 

@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -110,8 +110,10 @@ class NcclPublisher:
         bucket_bytes: int,
         num_buckets: int,
         verify: bool,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`num_receivers`: processes of all engines that hold weights."""
+        """`num_receivers`: processes of all engines that hold weights; `beat`: called while the trainer waits here."""
+        self.beat = beat
         self.address, self.num_receivers, self.device = address, num_receivers, device
         self.timeout_s, self.bucket_bytes, self.verify = timeout_s, bucket_bytes, verify
         self.store = dist.TCPStore(
@@ -163,6 +165,7 @@ class NcclPublisher:
             try:
                 return self.free.get(timeout=POLL_S)
             except queue.Empty:
+                self.beat()
                 if self.sending is not None and self.sending.done():
                     self.sending.result()  # raises what ended it
 

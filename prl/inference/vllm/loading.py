@@ -28,12 +28,13 @@ from prl.transport.buckets import Chunk
 
 AS_STORED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # which on GPUs leave weights as they were loaded
 EXPERTS_AS_STORED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # of padding, which stays as it is
 
 
 def keeps_layout(model: nn.Module) -> bool:
     """Whether all layers compute with parameters as their loaders leave them."""
     if not current_platform.is_cuda():
+        return False
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):  # attention kernels keep copies of them
         return False
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -181,7 +182,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
             self._note(*args[:2])
-        elif func._schema.is_mutable and func not in FILLS:
+        elif func._schema.is_mutable and not _is_padding(func, args):
             self.complete &= not any(self._is_parameter(arg) for arg in args)
         return func(*args, **(kwargs or {}))
 
@@ -189,12 +190,19 @@ class Recorder(TorchDispatchMode):
         return isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() in self.storages
 
     def _note(self, target: Tensor, source: Tensor) -> None:
-        if not self._is_parameter(target) or not source.numel():
+        if not source.numel():
             return
-        place = source.data_ptr()
+        place, is_parameter = source.data_ptr(), self._is_parameter(target)
         for first, end, name, tensor in reversed(self.arriving):
-            if first <= place < end and source.dtype == tensor.dtype:
+            if first <= place < end:
+                self.complete &= is_parameter and source.dtype == tensor.dtype
                 offset = (place - first) // source.element_size()
                 self.copies.of[name].append(Copy(target, tuple(source.shape), tuple(source.stride()), offset))
                 return
-        self.complete = False
+        self.complete &= not is_parameter
+
+
+def _is_padding(func: Any, args: tuple[Any, ...]) -> bool:
+    """Zeros beyond what a checkpoint has, which stay as they are."""
+    zeroes = func is torch.ops.aten.zero_.default
+    return zeroes or (func is torch.ops.aten.fill_.Scalar and args[1] == 0)
