@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,10 +39,13 @@ def test_chunks_equal_the_whole(chunk, temperature):
     entropy_coef=st.sampled_from([0.0, 0.5]),
     seed=st.integers(0, 1000),
 )
+@example(tokens=32, share=1.0, vocab=42, chunk=1, entropy_coef=0.0, seed=638)
 @settings(max_examples=60, deadline=None)
 def test_any_sizes(tokens, share, vocab, chunk, entropy_coef, seed):
+    """An entropy near zero is a difference of numbers as large as logits: off by their rounding, 2.3e-5 once."""
     sizes = {"tokens": tokens, "picked": int(share * tokens), "vocab": vocab, "seed": seed}
-    assert_alike(run(chunk, entropy_coef=entropy_coef, **sizes), run("disabled", entropy_coef=entropy_coef, **sizes))
+    chunked, whole = (run(size, entropy_coef=entropy_coef, **sizes) for size in (chunk, "disabled"))
+    assert_alike(chunked, whole, tolerance=1e-4)
 
 
 def test_gradients_by_finite_differences():

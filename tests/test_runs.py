@@ -67,6 +67,7 @@ def test_sigkill_and_resume_continue_the_same_series(sync_run, cache, tmp_path):
         assert series(tmp_path / "d", role) == series(sync_run, role)  # no gap, no double step
 
 
+@pytest.mark.exhaustive
 def test_corrupt_checkpoint_is_named_and_the_one_before_is_used(sync_run, cache, tmp_path):
     args = [*SYNC, cache, f"output_dir={tmp_path}/e"]
     process = start(args, tmp_path)
@@ -84,6 +85,7 @@ def test_corrupt_checkpoint_is_named_and_the_one_before_is_used(sync_run, cache,
     assert series(tmp_path / "e", "trainer.0") == series(sync_run, "trainer.0")
 
 
+@pytest.mark.exhaustive
 def test_sigterm_checkpoints_and_says_so_in_the_exit_code(cache, tmp_path):
     args = [*SMALL, cache, "max_steps=500", "eval.interval=0", "ckpt.interval=0", f"output_dir={tmp_path}/f"]
     process = start(args, tmp_path)
@@ -153,6 +155,7 @@ def test_misbehaving_rewards_cost_rollouts_not_the_run(cache, tmp_path):
     assert last["last_rollout_error"]
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_of_two_points_runs_both(cache, tmp_path):
     args = [*SMALL, cache, "max_steps=2", "eval.interval=0", "sweep=pair"]
     done = run(["-m", *args, "memory=none,tight"], tmp_path)
@@ -215,7 +218,7 @@ def test_the_rollouts_in_flight_settle_near_what_the_engine_holds(cache, tmp_pat
 @pytest.mark.parametrize(
     ("engines", "transport"),
     [
-        pytest.param(1, "shared_memory", id="one"),
+        pytest.param(1, "shared_memory", id="one", marks=pytest.mark.exhaustive),
         pytest.param(1, "tcp", id="one tcp", marks=pytest.mark.exhaustive),
         pytest.param(2, "filesystem", id="two"),
         pytest.param(1, "nccl", id="one nccl"),  # over gloo where there are no GPUs
