@@ -296,18 +296,22 @@ def test_an_update_that_finds_no_engine_is_delivered_to_nobody():
     asyncio.run(scenario())
 
 
+def evaluate_with_stuck_first(orchestrator, pool, engine):
+    """Evaluations ask an engine for one completion; that of version 1 gets none until `engine.go` is set."""
+
+    async def evaluate():
+        orchestrator.evaluations.append(orchestrator.runner.version)
+        if orchestrator.runner.version == 1:
+            engine.go.clear()
+        await generate(pool, f"eval-{orchestrator.runner.version}")
+
+    orchestrator._evaluate = evaluate
+
+
 def test_an_evaluation_that_lost_its_only_engine_is_overtaken_by_the_weights():
     async def scenario():
         async with orchestrator_of() as (orchestrator, pool, (engine,)):
-            evaluated = []
-
-            async def evaluate():
-                evaluated.append(orchestrator.runner.version)
-                if orchestrator.runner.version == 1:
-                    engine.go.clear()
-                await generate(pool, f"eval-{orchestrator.runner.version}")
-
-            orchestrator._evaluate = evaluate
+            evaluate_with_stuck_first(orchestrator, pool, engine)
             await orchestrator.weights_published(2, 1, info(1))
             await until(lambda: engine.held)
             await orchestrator.weights_published(3, 2, info(2))  # the trainer is ahead
@@ -319,7 +323,7 @@ def test_an_evaluation_that_lost_its_only_engine_is_overtaken_by_the_weights():
             assert await orchestrator.weights_delivered(3, 5)
             await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
             assert not orchestrator.engine_lock.locked()
-            assert (evaluated, orchestrator.runner.version) == ([1, 2], 2)
+            assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2], 2)
 
     asyncio.run(scenario())
 
@@ -329,15 +333,7 @@ def test_an_evaluation_that_lost_its_only_engine_does_not_keep_newer_weights_fro
 
     async def scenario():
         async with orchestrator_of(transport="tcp") as (orchestrator, pool, (engine,)):
-            evaluated = []
-
-            async def evaluate():
-                evaluated.append(orchestrator.runner.version)
-                if orchestrator.runner.version == 1:
-                    engine.go.clear()
-                await generate(pool, f"eval-{orchestrator.runner.version}")
-
-            orchestrator._evaluate = evaluate
+            evaluate_with_stuck_first(orchestrator, pool, engine)
             await orchestrator.weights_published(2, 1, info(1) | {"type": "tcp"})
             await until(lambda: engine.held)
             await orchestrator.weights_published(3, 2, info(2) | {"type": "tcp"})
@@ -350,7 +346,7 @@ def test_an_evaluation_that_lost_its_only_engine_does_not_keep_newer_weights_fro
             await asyncio.wait_for(back, 5)
             await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
             assert not orchestrator.engine_lock.locked()
-            assert (evaluated, orchestrator.runner.version) == ([1, 2], 2)
+            assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2], 2)
 
     asyncio.run(scenario())
 
