@@ -68,6 +68,15 @@ def test_generate_answers_in_the_shape_of_the_protocol(client: Client) -> None:
         assert (routed.shape, routed.dtype) == ((5 + 6 - 1, 4, 2), np.uint8)
 
 
+def test_flat_logprobs_are_the_same_numbers(client: Client) -> None:
+    (flat,) = client.generate("f", flat_logprobs=True).body["choices"]
+    (choice,) = client.generate("f").body["choices"]
+    assert flat["logprobs"] is None
+    assert "token_logprobs" not in choice
+    assert flat["token_logprobs"] == pytest.approx([c["logprob"] for c in choice["logprobs"]["content"]], abs=1e-5)
+    assert flat | {"logprobs": 0, "token_logprobs": 0} == choice | {"logprobs": 0, "token_logprobs": 0}
+
+
 def test_without_max_tokens_the_completion_fills_the_context(client: Client) -> None:
     reply = client.post("/inference/v1/generate", {"token_ids": [1] * 250, "sampling_params": {"ignore_eos": True}})
     choice = reply.body["choices"][0]

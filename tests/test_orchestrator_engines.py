@@ -38,8 +38,17 @@ def test_a_request_carries_everything_that_fixes_its_sample():
     assert (body["token_ids"], body["cache_salt"], body["request_id"]) == ([1, 2, 9], "train-3", "r")
     assert body["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 7, "seed": 11,
-        "stop_token_ids": [256], "logprobs": 0, "detokenize": False,
+        "stop_token_ids": [256], "logprobs": 0, "flat_logprobs": True, "detokenize": False,
     }  # fmt: skip
+
+
+def test_logprobs_may_come_as_numbers():
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            engine.choice = {"logprobs": None, "token_logprobs": [-0.5, -0.75]}
+            return await generate(pool)
+
+    assert asyncio.run(scenario()).logprobs == [-0.5, -0.75]
 
 
 def test_versions_change_within_an_answer_and_routing_is_decoded():
@@ -124,6 +133,7 @@ def test_waiting_for_health_outlasts_engines_that_keep_silent(monkeypatch):
     ("choice", "refuse", "message"),
     [
         ({"logprobs": None}, set(), "2 tokens but 0 logprobs"),
+        ({"token_logprobs": [-0.5]}, set(), "2 tokens but 1 logprobs"),
         ({}, {"r"}, "generate: 400: .*too long"),
     ],
 )

@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 from runtime_tree import Root, Start, mount_small_disk, read_bytes, start, wait_for
 
+from prl.config import compose
 from prl.metrics.reader import read_rows
+from prl.planning.run_plan import make_plan
 from prl.runtime.checkpoints import steps
+from prl.runtime.environment import ALLOCATORS, child_environment
 from prl.runtime.rundir import is_locked
 
 SLOW_STEPS = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
@@ -105,6 +108,20 @@ def test_children_get_threads_and_marker_but_no_token(start: Start) -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["PRL_RUN_MARKER"]
     assert not any("token" in name.lower() and name.startswith("PRL") for name in environment)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+@pytest.mark.parametrize("users", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_trainers_allocator_is_set_up_unless_the_user_did(monkeypatch, users: str | None, device: str) -> None:
+    for name in ALLOCATORS:
+        monkeypatch.delenv(name, raising=False)
+    if users is not None:
+        monkeypatch.setenv(users, "expandable_segments:False")
+    plan = make_plan(compose([f"deployment.device={device}"]))
+    ours = [child_environment(plan, role, "marker").get("PYTORCH_ALLOC_CONF") for role in plan.roles_of("trainer")]
+    assert ours == ["expandable_segments:True" if users is None and device == "auto" else None]
+    others = [role for role in plan.roles if role.role != "trainer"]
+    assert not any("PYTORCH_ALLOC_CONF" in child_environment(plan, role, "marker") for role in others)
 
 
 # --- two at once ------------------------------------------------------------------------------------------------------

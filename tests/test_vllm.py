@@ -103,6 +103,20 @@ def test_logprobs_are_of_the_distribution_sampled_from(server: Server, path: Pat
         assert abs(given - float(expected)) < 1e-4
 
 
+def test_flat_logprobs_are_the_same_numbers(server: Server) -> None:
+    (flat,) = server.http.generate("f", temperature=0.0, flat_logprobs=True).body["choices"]
+    (choice,) = server.http.generate("g", temperature=0.0).body["choices"]
+    assert flat["logprobs"] is None
+    assert "token_logprobs" not in choice
+    assert flat["token_logprobs"] == pytest.approx([c["logprob"] for c in choice["logprobs"]["content"]], abs=1e-4)
+    assert flat | {"logprobs": 0, "token_logprobs": 0} == choice | {"logprobs": 0, "token_logprobs": 0}
+    two = server.http.generate("n", n=2, flat_logprobs=True).body["choices"]
+    assert [len(one["token_logprobs"]) for one in two] == [8, 8]
+    assert two[0]["token_logprobs"] != two[1]["token_logprobs"]
+    (top,) = server.http.generate("t", temperature=0.0, flat_logprobs=True, logprobs=2).body["choices"]
+    assert len(top["logprobs"]["content"][0]["top_logprobs"]) == 2  # more than numbers were asked for
+
+
 def test_ends_are_those_of_the_builtin_engine(server: Server, path: Path, tmp_path: Path) -> None:
     """Greedy, so that both say the same; a stop token is part of the completion, and its logprob too."""
     model = other_model(path, server.config, 9)

@@ -41,16 +41,22 @@ def usage(request: Request, sequences: list[Sequence]) -> dict[str, int]:
 
 
 def choice(sequence: Sequence, with_routing: bool) -> dict[str, Any]:
-    logprobs: dict[str, Any] | None = None
-    if sequence.request.params.logprobs is not None:
+    logprobs: dict[str, Any] = {"logprobs": None}
+    params = sequence.request.params
+    if params.logprobs is not None and params.flat_logprobs:
+        logprobs["token_logprobs"] = sequence.logprobs
+    elif params.logprobs is not None:
         entries = zip(sequence.completion_ids, sequence.logprobs, strict=True)
-        logprobs = {"content": [{"token_id": t, "logprob": p, "rank": None, "top_logprobs": []} for t, p in entries]}
+        objects: list[dict[str, Any]] = [
+            {"token_id": t, "logprob": p, "rank": None, "top_logprobs": []} for t, p in entries
+        ]
+        logprobs["logprobs"] = {"content": objects}
     return {
         "index": sequence.index,
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.stop_reason,
         "token_ids": sequence.completion_ids,
-        "logprobs": logprobs,
+        **logprobs,
         "routed_experts": encode_routing(sequence.routed_experts()) if with_routing else None,
         "weight_versions": sequence.version_spans(),
     }

@@ -99,7 +99,7 @@ def parse_sampling(raw: dict[str, Any]) -> SamplingParams:
             values[key] = _integer(value, key)
         elif key == "stop_token_ids":
             values[key] = tuple(integer_list(value, key))
-        elif key == "ignore_eos":
+        elif key in ("ignore_eos", "flat_logprobs"):
             values[key] = _boolean(value, key)
         elif key not in _TEXT_ONLY and value not in _NEUTRAL.get(key, ()):
             foreign.append(f"{key}={value!r}")

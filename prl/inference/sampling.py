@@ -40,6 +40,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # 0: the sampled token's
+    flat_logprobs: bool = False  # answer with numbers, not with an object for each token
 
     def __post_init__(self) -> None:
         checks = {

@@ -25,21 +25,28 @@ def parse_choice(choice: dict[str, Any], known: int) -> Generation:
     known: version served when the request was sent, and so at most that of any token; for what the engine leaves
     unlabelled.
     """
-    content = (choice.get("logprobs") or {}).get("content") or []
-    token_ids = choice["token_ids"] or []
-    if len(content) != len(token_ids):
-        raise EngineError(f"an engine returned {len(token_ids)} tokens but {len(content)} logprobs")
+    token_ids, logprobs = choice["token_ids"] or [], sampled_logprobs(choice)
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"an engine returned {len(token_ids)} tokens but {len(logprobs)} logprobs")
     versions = [known] * len(token_ids)
     for span in choice.get("weight_versions") or []:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
     routed = choice.get("routed_experts")
     return Generation(
         token_ids=token_ids,
-        logprobs=[entry["logprob"] for entry in content],
+        logprobs=logprobs,
         versions=versions,
         finish_reason=choice["finish_reason"] or "stop",
         routed_experts=None if routed is None else np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False),
     )
+
+
+def sampled_logprobs(choice: dict[str, Any]) -> list[float]:
+    """Of each token: a list of numbers from engines of a run, an object for each from a vLLM that is not ours."""
+    if (flat := choice.get("token_logprobs")) is not None:
+        return flat
+    content = (choice.get("logprobs") or {}).get("content") or []
+    return [entry["logprob"] for entry in content]
 
 
 def check_routing(generation: Generation, num_prompt: int) -> None:

@@ -232,6 +232,7 @@ class EnginePool:
                 "seed": seed,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "logprobs": 0,
+                "flat_logprobs": True,
                 "detokenize": False,
             },
         }

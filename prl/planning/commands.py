@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from prl.config.schema import RunConfig
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import (
     address_environment,
@@ -22,6 +23,7 @@ from prl.planning.vllm_arguments import (
 )
 
 FIRST_PORT = 20000
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 MODEL = "$MODEL"  # a checkpoint that the run itself makes
 MIRROR = "wandb"  # a process of its own, without a role in the plan
 HEAD = """\
@@ -75,6 +77,15 @@ def computing_processes(plan: RunPlan, node: int | None) -> int:
     return max(1, max(engines, ranks) if takes_turns else engines + ranks)
 
 
+def trainer_environment(config: RunConfig) -> dict[str, str]:
+    """Of a trainer process, unless the user's environment sets the allocator up.
+
+    Expandable segments: batches differ in how many tokens have a loss, and so do the largest tensors of a step. In
+    plain segments each new size leaves a hole of several GiB behind.
+    """
+    return {} if config.deployment.device == "cpu" else {ALLOCATOR: "expandable_segments:True"}
+
+
 def _process(plan: RunPlan, role: RolePlan, endpoints: Mapping[str, str], old: bool) -> list[str]:
     environment = _environment(plan, role, endpoints)
     assignments = " ".join(f"{name}={value}" for name, value in environment.items())
@@ -108,6 +119,8 @@ def _environment(plan: RunPlan, role: RolePlan, endpoints: Mapping[str, str]) ->
         "CUDA_VISIBLE_DEVICES": "" if on_cpu else ",".join(map(str, role.devices)),
         "OMP_NUM_THREADS": threads,
     }
+    if role.role == "trainer":
+        variables |= trainer_environment(config)
     if role.engine is not None and config.inference.engine == "vllm":
         variables |= vllm_defaults(config) | engine_environment(config, role.engine)
         variables |= address_environment(role, endpoints)

@@ -9,13 +9,14 @@ import socket
 import struct
 from pathlib import Path
 
-from prl.planning.commands import computing_processes
+from prl.planning.commands import ALLOCATOR, computing_processes, trainer_environment
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import engine_environment
 from prl.runtime.ports import LOOPBACK
 from prl.runtime.reaper import MARKER
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")  # the latter is its old name
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
@@ -36,6 +37,8 @@ def child_environment(plan: RunPlan, role: RolePlan | None, marker: str, address
     variables["CUDA_VISIBLE_DEVICES"] = visible_devices(plan, role)
     if role is not None and role.engine is not None:
         variables |= engine_environment(plan.config, role.engine)
+    if role is not None and role.role == "trainer" and os.environ.keys().isdisjoint(ALLOCATORS):
+        variables |= trainer_environment(plan.config)
     interface = None if address is None or GLOO_INTERFACE in os.environ else interface_of(address)
     if interface is not None:
         variables[GLOO_INTERFACE] = interface

@@ -48,6 +48,8 @@ class RLTrainer:
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
         self.publisher, self.wire_dtype = publisher_of(ctx, world), wire_dtype(ctx.plan)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
+        takes_turns = self.config.deployment.type == "colocated" and self.config.inference.sleep_level > 0
+        self.hands_over = takes_turns and self.world.device.type == "cuda"
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
         self.publications = NO_PUBLICATION
@@ -136,6 +138,8 @@ class RLTrainer:
         """Hand the weights of `version` to the engines; returns the seconds that the trainer itself spent on it."""
         started = time.perf_counter()
         self.publications += 1
+        if self.hands_over:
+            torch.cuda.empty_cache()  # engines wake into it
         model = self.policy.model
         only_adapters = self.config.weight_transport.type == "lora"
         tensors = peft_tensors(model, model.card) if only_adapters else hf_tensors(model, self.wire_dtype)

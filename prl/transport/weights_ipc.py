@@ -8,7 +8,9 @@ buckets, because a handle for each tensor costs seconds for a large model.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 import pickle
 import time
 from collections.abc import Iterable, Iterator
@@ -29,6 +31,22 @@ DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the index of the GPU, which each 
 def gpu_name(device: torch.device) -> str:
     """The same for all processes on a GPU, however they number it."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@contextlib.contextmanager
+def plain_segments() -> Iterator[None]:
+    """Memory that any process may map by a handle. Expandable segments are shared by file descriptors, which takes the
+    right to trace the other process: containers and many hosts do not grant it.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" not in settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # has no public name in torch 2.11 to 2.13
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 class IpcPublisher:
@@ -52,7 +70,8 @@ class IpcPublisher:
         self.bucket_bytes = bucket_bytes
         self.buckets: list[Tensor] = []
         if serves:
-            self.buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(BUCKETS)]
+            with plain_segments():
+                self.buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(BUCKETS)]
             handles = [reduce_tensor(bucket)[1] for bucket in self.buckets]
             store.set(f"handles/{self.name}", base64.b64encode(pickle.dumps(handles)).decode())
 

@@ -30,6 +30,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from prl.config.errors import UserError
 from prl.inference.guard import refusal, server_keys
+from prl.inference.vllm.flat_logprobs import answer_flat
 from prl.inference.vllm.versions import is_old, name_first_weights, run_headless, server_parts
 from prl.models.checkpoint import check_card, resolve_model_path
 from prl.planning.run_plan import RolePlan
@@ -176,6 +177,8 @@ async def make_app(engine: AsyncLLMEngine, args: Namespace) -> FastAPI:
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
+    if app.state.serving_tokens is not None:
+        answer_flat(app.state.serving_tokens)
     return app
 
 
