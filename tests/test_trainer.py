@@ -14,6 +14,7 @@ from tiny import moe_card, random_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save, train_step
 
+from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
 from prl.models.attention import activate_attention, packed_attention
@@ -25,7 +26,7 @@ from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
 from prl.trainer.optimizer_offload import master_weights
 from prl.trainer.parallelize import build_model
-from prl.trainer.policy import seed_everything
+from prl.trainer.policy import make_room, seed_everything
 from prl.trainer.world import build_world
 
 ADAMW = {"type": "adamw", "lr": 0.01}
@@ -317,3 +318,23 @@ def test_replicas_draw_the_same_random_weights():
     for one, other in zip((first, second), replica, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "gives_back"),
+    [
+        (["inference=vllm"], 0.55, False),
+        (["inference=vllm"], 0.45, True),
+        (["inference=vllm", "inference.vllm.gpu_memory_utilization=0.3"], 0.45, False),
+        (["inference=vllm", "inference.sleep_level=0"], 0.1, False),
+        (["inference=vllm", "deployment=disaggregated"], 0.1, False),
+        ([], 0.9, True),
+    ],
+)
+def test_a_waking_engine_finds_its_part_of_the_gpu(monkeypatch, overrides, free, gives_back) -> None:
+    calls = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 1000), 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("gave back"))
+    make_room(compose(["deployment=colocated", *overrides]), torch.device("cuda", 0))
+    make_room(compose(["deployment=colocated", *overrides]), torch.device("cpu"))
+    assert bool(calls) == gives_back

@@ -70,6 +70,13 @@ def server_arguments(
     return arguments | (cpu_arguments(config, engine.tp) if on_cpu else {}) | vllm_arguments_of(config, engine.kind)
 
 
+def engine_share(config: RunConfig) -> float:
+    """Part of a GPU that an engine takes which shares it with a trainer; of the built-in one nobody says, so all."""
+    if config.inference.engine != "vllm":
+        return 1.0
+    return float(config.inference.vllm.get("gpu_memory_utilization", COLOCATED_MEMORY))
+
+
 def meeting_point(role_name: str) -> str:
     """Endpoint at which the processes of an engine find its head: vLLM's data_parallel_rpc_port."""
     return f"{role_name}/dp"

@@ -16,6 +16,7 @@ from prl.models.attention import activate_attention, packed_attention
 from prl.models.checkpoint import load_checkpoint
 from prl.models.moe import RoutingRecorder
 from prl.models.qwen3 import Attend
+from prl.planning.vllm_arguments import engine_share
 from prl.trainer.context_parallel import ContextGroup, context_attention, shard_row, sum_over_context
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.head import logprob_head
@@ -154,6 +155,17 @@ def device_memory_bytes(device: torch.device) -> dict[str, int]:
         return {}
     free, total = torch.cuda.mem_get_info(device)
     return {"device_memory_bytes": total - free}
+
+
+def make_room(config: RunConfig, device: torch.device) -> None:
+    """Before an engine wakes on this GPU: give back what PyTorch only keeps, if the engine would not fit otherwise.
+
+    Not before each waking, for the next step takes 0.2 s longer (30 GiB on an H200).
+    """
+    if device.type == "cuda" and config.deployment.type == "colocated" and config.inference.sleep_level > 0:
+        free, total = torch.cuda.mem_get_info(device)
+        if free < engine_share(config) * total:
+            torch.cuda.empty_cache()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

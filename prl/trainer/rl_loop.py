@@ -18,7 +18,7 @@ from prl.runtime.child import ChildContext
 from prl.trainer.batches import BatchClient
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.export import export_policy
-from prl.trainer.policy import Policy, device_memory_bytes, peak_memory_bytes, seed_everything
+from prl.trainer.policy import Policy, device_memory_bytes, make_room, peak_memory_bytes, seed_everything
 from prl.trainer.publishing import publisher_of, wire_dtype
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
@@ -48,8 +48,6 @@ class RLTrainer:
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
         self.publisher, self.wire_dtype = publisher_of(ctx, world), wire_dtype(ctx.plan)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
-        takes_turns = self.config.deployment.type == "colocated" and self.config.inference.sleep_level > 0
-        self.hands_over = takes_turns and self.world.device.type == "cuda"
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
         self.publications = NO_PUBLICATION
@@ -138,8 +136,7 @@ class RLTrainer:
         """Hand the weights of `version` to the engines; returns the seconds that the trainer itself spent on it."""
         started = time.perf_counter()
         self.publications += 1
-        if self.hands_over:
-            torch.cuda.empty_cache()  # engines wake into it
+        make_room(self.config, self.world.device)
         model = self.policy.model
         only_adapters = self.config.weight_transport.type == "lora"
         tensors = peft_tensors(model, model.card) if only_adapters else hf_tensors(model, self.wire_dtype)

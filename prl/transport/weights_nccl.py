@@ -126,6 +126,7 @@ class NcclPublisher:
         self.free: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
         self.num_left = max(BUCKETS, num_buckets)  # buckets that may still be made
         self.sender = ThreadPoolExecutor(1, "weights")
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of that thread
         self.sending: Future[None] | None = None
         self.spent: list[str] = []  # keys of the store, of the publication sent last
 
@@ -189,12 +190,11 @@ class NcclPublisher:
         if told is not None:
             told.wait()
         members = self._gather(version)
-        if self.device.type == "cuda":
+        if self.stream is not None:
             torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self.stream):
                 self._send_buckets(version, members, filled)
-                stream.synchronize()
+                self.stream.synchronize()
         else:
             self._send_buckets(version, members, filled)
         self._await_received(version, members)
