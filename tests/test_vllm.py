@@ -230,21 +230,23 @@ def test_running_requests_go_on_and_say_which_weights_made_each_token(
     server.update(old, publisher)
     first = server.version
     info = published(publisher, first + 1, hf_tensors(new))
-    preempted, generated = (server.http.metric(f"{name}_total") for name in ("num_preemptions", "generation_tokens"))
+    counted = ("num_preemptions", "prompt_tokens", "generation_tokens")
+    preempted, read, generated = (server.http.metric(f"{name}_total") for name in counted)
 
     async def scenario(pool: EnginePool) -> list[Generation]:
         jobs = [asyncio.create_task(pool.generate(PROMPT, 240, i, "a", PLAIN, f"r{i}")) for i in range(16)]
         deadline = time.monotonic() + 60
-        while await asyncio.to_thread(server.http.metric, "generation_tokens_total") < generated + 16 * 8:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.001)
+        for name, enough in (("prompt", read + 16 * len(PROMPT)), ("generation", generated + 16 * 8)):
+            while await asyncio.to_thread(server.http.metric, f"{name}_tokens_total") < enough:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.001)
         await pool.update_weights(first + 1, info)
         return list(await asyncio.gather(*jobs))
 
     generations = server.with_pool(scenario)
     server.version += 1
     crossing = [g for g in generations if len(set(g.versions)) == 2]
-    assert crossing, [g.versions for g in generations]
+    assert crossing, [(len(g.versions), set(g.versions)) for g in generations]
     for generation in crossing:
         assert generation.versions == sorted(generation.versions)
         assert set(generation.versions) == {first, first + 1}

@@ -1,4 +1,7 @@
-"""Several vLLM processes that work on one request or are one engine, for real, on a CPU."""
+"""Several vLLM processes that work on one request or are one engine, for real, on a CPU.
+
+Runs come first: engines of fixtures stay up until the last test.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,18 @@ BLOCK_TOKENS = 32
 def first_model(server: Server) -> tuple[Path, Qwen3Model]:
     path = resolve_model_path(server.config.model, Path(server.config.cache_dir))
     return path, load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
+
+
+def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path) -> None:
+    """Without the adapter, or with the one before, mismatch KL is 5e-3 from the second step on (tried)."""
+    small = ["max_steps=3", "algo.batch_size=16", "algo.group_size=4", "eval=none", "ckpt=none", "warm_start=none"]
+    lora = ["model=tiny_qwen3", "memory=lora", "weight_transport=lora", "algo=sync", "optim.lr=0.05"]
+    done = run([*SMALL, *small, *lora, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"], tmp_path)
+    assert done.code == 0, done.output
+    steps = [row for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_mean" in row]
+    assert len(steps) == 3
+    assert max(row["mismatch_kl_mean"] for row in steps) < 1e-9
+    assert [path.name for path in sorted((tmp_path / "run/weights").iterdir())] == ["step_2", "step_3"]
 
 
 @pytest.fixture(scope="module")
@@ -133,18 +148,6 @@ def test_an_engine_spans_two_nodes_and_both_get_work_and_weights(over_nodes: Ser
     by_rank = over_nodes.http.metrics("generation_tokens_total")
     assert len(by_rank) == 2
     assert min(by_rank.values()) > 0, by_rank
-
-
-def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path) -> None:
-    """Without the adapter, or with the one before, mismatch KL is 5e-3 from the second step on (tried)."""
-    small = ["max_steps=3", "algo.batch_size=16", "algo.group_size=4", "eval=none", "ckpt=none", "warm_start=none"]
-    lora = ["model=tiny_qwen3", "memory=lora", "weight_transport=lora", "algo=sync", "optim.lr=0.05"]
-    done = run([*SMALL, *small, *lora, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"], tmp_path)
-    assert done.code == 0, done.output
-    steps = [row for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_mean" in row]
-    assert len(steps) == 3
-    assert max(row["mismatch_kl_mean"] for row in steps) < 1e-9
-    assert [path.name for path in sorted((tmp_path / "run/weights").iterdir())] == ["step_2", "step_3"]
 
 
 def commands_of_vllm() -> list[list[str]]:
