@@ -208,7 +208,7 @@ def test_a_signal_stops_all_nodes_in_order_and_the_run_resumes(start: Start) -> 
     code, output = root.wait()
     assert code == 143, output
     saved = steps(root.run_dir)[-1]
-    assert saved >= 4
+    assert saved >= 3, "scripted roles step by themselves: the trainers may be one behind the orchestrator's row"
     (root.run_dir / "stop").unlink()
     code, output = start(*TWO_NODES, "max_steps=12").wait()
     assert code == 0, output

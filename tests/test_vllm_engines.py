@@ -58,6 +58,22 @@ def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path) 
     assert [path.name for path in sorted((tmp_path / "run/weights").iterdir())] == ["step_2", "step_3"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_name", ["tiny_qwen3", "tiny_qwen3_moe"])
+def test_tensor_parallel_ranks_cut_the_weights_that_arrive(tmp_path: Path, model_name: str) -> None:
+    overrides = [f"model={model_name}", "deployment.num_infer_gpus=2", "inference.tp=2"]
+    with serving([*SMALL, *overrides], tmp_path / "cache", tmp_path) as server:
+        path, model = first_model(server)
+        for version, transport in enumerate((None, "filesystem", "tcp")):
+            if transport is not None:
+                model = other_model(path, server.config, 12 + version)
+                config = WeightTransportConfig(type=transport)
+                server.update(model, make_publisher(config, tmp_path / "weights", "token-of-a-test", "127.0.0.1"))
+            generation = server.sample()
+            assert differences(model, generation).max() < 1e-3
+            assert set(generation.versions) == {version}
+
+
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A prefill and a decode engine; `http` asks the second."""
