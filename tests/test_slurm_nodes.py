@@ -93,6 +93,7 @@ def test_a_disaggregated_job_on_two_nodes_trains_over_tcp(tmp_path):
     } <= logs
 
 
+@pytest.mark.exhaustive
 def test_a_warning_reaches_the_run_on_both_nodes_and_it_resumes(tmp_path):
     job, point = submit(tmp_path, *LONG, job="sft")
     wait_until(lambda: status_of(point).get("step", 0) >= 3, 150, "step 3")

@@ -362,6 +362,7 @@ def test_the_main_job_learns(tmp_path: Path) -> None:
     assert first["mismatch_kl_max"] < 1e-6, "the engine did not sample from the trainer's weights"
 
 
+@pytest.mark.exhaustive
 def test_a_synchronous_run_samples_from_each_version(tmp_path: Path) -> None:
     """Without staleness every token must be the newest weights', to rounding."""
     args = [*SMALL, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run", "inference=vllm", "max_steps=3"]

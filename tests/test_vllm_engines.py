@@ -46,6 +46,7 @@ def first_model(server: Server) -> tuple[Path, Qwen3Model]:
     return path, load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.exhaustive
 def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path) -> None:
     """Without the adapter, or with the one before, mismatch KL is 5e-3 from the second step on (tried)."""
     small = ["max_steps=3", "algo.batch_size=16", "algo.group_size=4", "eval=none", "ckpt=none", "warm_start=none"]
