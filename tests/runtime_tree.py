@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,9 @@ class Root:
     def pid_of(self, role_name: str) -> int:
         return self.status()["roles"][role_name]["pid"]
 
-    def await_step(self, step: int) -> None:
-        wait_for(lambda: rows_written(self.run_dir) >= step)
+    def await_step(self, step: int, who: Callable[[Iterable[int]], int] = max) -> None:
+        """`who`: max for the first role that gets there, min for all: scripted ones step by themselves."""
+        wait_for(lambda: who(rows_written(self.run_dir) or [0]) >= step)
 
     def alive(self) -> list[int]:
         """Living processes of the tree, root and reaper included."""
@@ -122,10 +123,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         root.end()
 
 
-def rows_written(run_dir: Path) -> int:
-    """Steps that a worker has logged."""
-    counts = [len(read_bytes(path).splitlines()) for path in (run_dir / "metrics").glob("[ot]r*.jsonl")]
-    return max(counts, default=0)
+def rows_written(run_dir: Path) -> list[int]:
+    """Steps that each worker has logged."""
+    return [len(read_bytes(path).splitlines()) for path in (run_dir / "metrics").glob("[ot]r*.jsonl")]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 45) -> None:

@@ -203,12 +203,12 @@ def test_a_hang_elsewhere_is_found_and_its_stacks_are_kept(start: Start) -> None
 
 def test_a_signal_stops_all_nodes_in_order_and_the_run_resumes(start: Start) -> None:
     root = start(*TWO_NODES, "max_steps=12", script=SLOW_STEPS)
-    root.await_step(4)
+    root.await_step(4, min)
     root.process.send_signal(signal.SIGTERM)
     code, output = root.wait()
     assert code == 143, output
     saved = steps(root.run_dir)[-1]
-    assert saved >= 3, "scripted roles step by themselves: the trainers may be one behind the orchestrator's row"
+    assert saved >= 4
     (root.run_dir / "stop").unlink()
     code, output = start(*TWO_NODES, "max_steps=12").wait()
     assert code == 0, output
