@@ -11,7 +11,9 @@ README = ROOT / "README.md"
 
 HF = ["datasets>=3"]
 MATH = [*HF, "math-verify>=0.8"]
-FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.5.3"]  # measured: prl/README.md
+# measured with quack-kernels 0.5.3 (prl/README.md), which pins a pre-release of cutlass and so cannot be resolved
+# beside it; vLLM 0.32 pins later ones of both
+FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.6.3"]
 OPTUNA = ["hydra-optuna-sweeper==1.3.0"]  # brings optuna 2.10
 NIXL = ["nixl>=1.5,<2"]
 ROUTER = ["vllm-router==0.1.17"]  # else the built-in one: prl/inference/router/README.md
@@ -59,7 +61,8 @@ setup(
         "submitit>=1.5,<2",
         "pydantic>=2.7,<3",
         "numpy",
-        "aiohttp>=3.9",
+        "packaging",
+        "aiohttp>=3.14",
         "jinja2>=3",
         "matplotlib",
         "rich",

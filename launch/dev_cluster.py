@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.dev_cluster_files import CLUSTER, GPUS, MARKER, NODES, remove_cgroups, write_files
+from prl.config.console import shield_console
 from prl.config.errors import UserError
 
 DEFAULT_DIR = Path("/tmp/prl-dev-cluster")
@@ -46,6 +47,7 @@ ACTIONS = {
 
 
 def main() -> None:
+    shield_console()
     parser = argparse.ArgumentParser(
         prog="python -m launch.dev_cluster",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,6 +15,7 @@ NODE_TIMEOUT_S = 8  # a dead node is noticed after about 20 s: SLURM asks again 
 MEMORY_MB = 2_000_000  # likewise; nobody counts what jobs use
 GRACE_S = 10  # from the warning of a preemption to the kill
 CLUSTER = "dev"
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FREEZER = Path("/sys/fs/cgroup/freezer")
 MARKER = "prl-dev-cluster"  # only a directory that holds this file is ever emptied
 
@@ -148,9 +149,24 @@ def remove_cgroups() -> None:
 
 
 def free_ports(*names: str) -> dict[str, int]:
-    """A port for each name, free a moment ago."""
+    """A port for each name, free a moment ago, and none that the system gives to connections: until its daemon binds
+    it, which may take seconds, any of them could get it.
+    """
+    candidates = random.sample(range(*_unassigned()), 1000)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in names]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return {name: listener.getsockname()[1] for name, listener in zip(names, sockets, strict=True)}
+        ports: list[int] = []
+        while len(ports) < len(names):
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # somebody has it
+                listener.bind(("127.0.0.1", candidates.pop()))
+                ports.append(listener.getsockname()[1])
+        return dict(zip(names, ports, strict=True))
+
+
+def _unassigned() -> tuple[int, int]:
+    """The ports below those that the system gives away; all where it says nothing of them, or leaves no room."""
+    try:
+        lowest = int(EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest = 0
+    return (10_000, lowest) if lowest >= 20_000 else (10_000, 65_536)

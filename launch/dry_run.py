@@ -6,28 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from launch.code_copy import freeze_code
 from launch.points import Point, PointState, freeze, record_points
+from launch.roles import COMMANDS, ROLES, to_yaml, write_roles
 from launch.settings import LauncherSettings
 from launch.slurm import make_batches, write_script
 from launch.slurm_queue import DEFAULT_MAX_ARRAY_SIZE
-from prl.planning.commands import render_commands
 from prl.planning.render import render_plan
 
-ROLES = "roles"  # in a point's directory: what each role is given, for people to read
-COMMANDS = "commands.txt"  # every process with its environment
-SHARED = ("job", "seed", "max_steps", "seq_len", "cache_dir", "logging", "debug")
-SECTIONS = {  # role -> the parts of the configuration that it reads, beside those that all do
-    "inference": ("model", "inference", "deployment", "weight_transport"),
-    "orchestrator": ("model", "algo", "env", "eval", "inference", "deployment", "ckpt"),
-    "trainer": (
-        *("model", "parallelism", "memory_recipe", "optim", "algo", "deployment", "weight_transport", "ckpt"),
-        *("warm_start", "sft", "bench"),
-    ),
-    "env": ("env",),
-}
 INDENT = "    "
 
 
@@ -47,9 +33,7 @@ def show(
         print(render_plan(point.plan))
         if point in todo:
             freeze(point)
-            configs = role_configs(point)
-            write_roles(point, configs)
-            (point.path / ROLES / COMMANDS).write_text(render_commands(point.plan))
+            configs = write_roles(point)
             print(f"commands: {point.path / ROLES / COMMANDS}")
             print_roles(point, configs, first)
             first = first or configs
@@ -57,27 +41,11 @@ def show(
     if not on_slurm or not todo:
         return
     (sweep_dir / "slurm").mkdir(parents=True, exist_ok=True)
-    code = freeze_code(sweep_dir)
+    code = freeze_code(sweep_dir, todo)
     for batch in make_batches(todo, settings, settings.max_array_size or DEFAULT_MAX_ARRAY_SIZE):
         script = write_script(batch, sweep_dir, code)
         print(f"== {script}")
         print(script.read_text())
-
-
-def role_configs(point: Point) -> dict[str, dict[str, Any]]:
-    """Role -> its part of the resolved configuration, for the roles that the plan has."""
-    whole = point.config.model_dump(mode="json")
-    roles = dict.fromkeys(role.role for role in point.plan.roles)
-    parts = {role: (*SHARED, *SECTIONS[role]) for role in roles}
-    return {role: {key: whole[key] for key in keys if whole[key] is not None} for role, keys in parts.items()}
-
-
-def write_roles(point: Point, configs: dict[str, dict[str, Any]]) -> None:
-    """POINT/roles/ROLE.yaml."""
-    (point.path / ROLES).mkdir(exist_ok=True)
-    for role, config in configs.items():
-        head = "# To read: what starts is plan.json, and editing this file changes nothing.\n"
-        (point.path / ROLES / f"{role}.yaml").write_text(head + to_yaml(config))
 
 
 def print_roles(point: Point, configs: dict[str, dict[str, Any]], first: dict[str, dict[str, Any]]) -> None:
@@ -103,7 +71,3 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return flat
-
-
-def to_yaml(config: dict[str, Any]) -> str:
-    return yaml.safe_dump(config, sort_keys=False, width=110, default_flow_style=None)

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.points import Point, PointState, freeze, make_points, record_points, state_of
+from launch.points import (
+    Point,
+    PointState,
+    freeze,
+    is_to_start,
+    leave,
+    make_points,
+    record_points,
+    state_in,
+    state_of,
+    taken,
+)
+from launch.roles import write_roles
 from launch.settings import LauncherSettings
 from launch.slurm_queue import is_configured
-from launch.waiting import outcome, queued_points, wait_for
+from launch.submitit_keys import refuse_contradictions
+from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
 from prl.config.errors import ConfigError, PointFailedError, UserError
+from prl.planning.run_plan import make_plan
+from prl.runtime.files import locked
+from prl.runtime.for_people import API_KEY
+from prl.runtime.ports import ANY_HOST, LOOPBACK
+from prl.runtime.preflight import check_directory
+from prl.runtime.rundir import make_unique, refuse_foreign
 
 if TYPE_CHECKING:
-    from prl.config.entry import Session
+    from launch.session import Session
+    from prl.config.schema import RunConfig
+
+# in the sweep's directory; held from the look at its points to the record of the last that is ours
+SUBMIT_LOCK = ".submit.lock"
 
 
 def launch_points(
@@ -32,17 +57,14 @@ def launch_points(
 
     Returns: for each point its objective, or why it has none; None where nobody waits.
     """
-    configs = session.configs_of(batch, sweep_dir)
+    on_slurm = uses_slurm(settings, session)
+    configs = [reachable(config) if on_slurm else config for config in session.configs_of(batch, sweep_dir)]
     distinct = {config.output_dir: i for i, config in enumerate(configs)}.values() if waits else range(len(batch))
     points = make_points([batch[i] for i in distinct], [configs[i] for i in distinct])
-    on_slurm = uses_slurm(settings, session)
     queued = queued_points(sweep_dir) if on_slurm else set()
     states = {point.path: state_of(point.path, queued) for point in points}
     todo = [point for point in points if is_to_start(states[point.path], settings)]
-    if on_slurm:
-        from launch.slurm import refuse_too_large
-
-        refuse_too_large(todo)
+    refuse_impossible(todo, settings, on_slurm)
     if settings.dry_run:
         from launch.dry_run import show
 
@@ -51,11 +73,82 @@ def launch_points(
             print("the sweeper chooses further points when these have results", flush=True)
             raise SystemExit(0)
         return [None] * len(points)
-    _start(session, points, todo, states, sweep_dir, settings, on_slurm)
+    if on_slurm:
+        _submit(session, points, sweep_dir, settings)
+    else:
+        _start(session, points, sweep_dir, settings)
     if not waits:
         return [None] * len(points)
     results = _results(session, points, sweep_dir, on_slurm)
     return [results[str(config.output_dir)] for config in configs]
+
+
+def launch_alone(session: Session, overrides: tuple[str, ...], config: RunConfig, settings: LauncherSettings) -> None:
+    """One job that is no part of a sweep, to SLURM, or as a dry run: its own directory (`output_dir`, or a fresh one
+    under outputs/) holds the record of its submission, too.
+    """
+    from launch.places import telling_places
+
+    on_slurm = settings.mode == "slurm" and uses_slurm(settings, session)
+    config = reachable(config) if on_slurm else config
+    is_new = config.output_dir is None
+    if config.output_dir is not None:
+        check_directory(Path(config.output_dir), "output_dir", "output_dir=outputs/mine")
+    path = make_unique(config.name) if config.output_dir is None else Path(config.output_dir).expanduser().absolute()
+    try:
+        point = Point(overrides, make_plan(config.model_copy(update={"output_dir": str(path)})))
+        refuse_impossible([point], settings, on_slurm)
+        with telling_places(path):
+            refuse_foreign(path, point.plan)
+            if settings.dry_run:
+                from launch.dry_run import show
+
+                state = state_of(path)
+                todo = [point] if is_to_start(state, settings) else []
+                show([point], {path: state}, todo, path, settings, on_slurm)
+            else:
+                _submit(session, [point], path, settings)
+    except UserError:
+        if is_new:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    if config.job == "inference" and not settings.dry_run:
+        wait_for_server(session, path)
+
+
+def reachable(config: RunConfig) -> RunConfig:
+    """A server that runs on a node of a cluster is of no use on loopback; beyond it, it has a key."""
+    if config.job != "inference" or config.inference.host != LOOPBACK:
+        return config
+    return config.model_copy(update={"inference": config.inference.model_copy(update={"host": ANY_HOST[0]})})
+
+
+def wait_for_server(session: Session, path: Path) -> None:
+    """Tell where it serves once it does. A job that ends before is one that failed."""
+    print("waiting until it serves; Ctrl-C ends the waiting, not the job", flush=True)
+    try:
+        urls = urls_when_serving(path)
+    except KeyboardInterrupt:
+        print(f"python -m prl.status {path} tells where it serves", file=sys.stderr)
+        raise SystemExit(130) from None
+    if not urls:
+        print(f"it does not serve: python -m prl.status {path}; {path / 'slurm'} has its log", file=sys.stderr)
+        session.exit_code = 1
+        return
+    for url in urls:
+        print(f"serving at {url}", flush=True)
+    if (path / API_KEY).exists():
+        print(f"key for sampling: in {path / API_KEY}, for you alone", flush=True)
+
+
+def refuse_impossible(points: list[Point], settings: LauncherSettings, on_slurm: bool) -> None:
+    """Raise ConfigError for points that cannot be started so."""
+    refuse_contradictions(points, settings)
+    if on_slurm:
+        from launch.slurm import refuse_too_large, refuse_too_short
+
+        refuse_too_large(points)
+        refuse_too_short(points, settings)
 
 
 def _results(
@@ -72,33 +165,75 @@ def _results(
     return results
 
 
-def _start(
-    session: Session,
-    points: list[Point],
-    todo: list[Point],
-    states: dict[Path, PointState],
-    sweep_dir: Path,
-    settings: LauncherSettings,
-    on_slurm: bool,
-) -> None:
-    """Freeze and record the points, and start those that are to be."""
-    left = [point for point in points if point not in todo]
-    _tell_left(left, states)
-    if session.is_frozen:
-        record_points(sweep_dir, points)
+def _submit(session: Session, points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> None:
+    """Submit what nobody has submitted: of two equal commands at the same instant, the second sees the first's jobs."""
+    from launch.slurm import submit
+
+    with _turn(sweep_dir):
+        queued = queued_points(sweep_dir)
+        states = {point.path: state_of(point.path, queued) for point in points}
+        todo = _prepare(session, points, states, sweep_dir, settings)
         for point in todo:
             freeze(point)
-    if on_slurm:
-        from launch.slurm import submit
-
+            write_roles(point)
         submit(todo, sweep_dir, settings)
-    else:
-        from launch.local import run_points
 
-        run_points(session, todo, settings)
+
+@contextlib.contextmanager
+def _turn(sweep_dir: Path) -> Iterator[None]:
+    """One command at a time looks at a sweep's points and decides which are its own to start."""
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    lock, has_it = sweep_dir / SUBMIT_LOCK, False
+    try:
+        with locked(lock):
+            has_it = True
+            yield
+    except KeyboardInterrupt:
+        if not has_it:
+            print(f"waited for another command of this sweep, which holds {lock}; nothing was started", file=sys.stderr)
+        raise
+
+
+def _start(session: Session, points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> None:
+    """Run here what is to be started."""
+    from launch.local import run_points
+
+    if session.is_frozen:
+        with _turn(sweep_dir):
+            states = {point.path: state_of(point.path) for point in points}
+            todo = [
+                point
+                for point in _prepare(session, points, states, sweep_dir, settings)
+                if _freeze_if_free(session, point, settings)
+            ]
+    else:
+        states = {point.path: state_of(point.path) for point in points}
+        todo = _prepare(session, points, states, sweep_dir, settings)
+    run_points(session, todo, settings)
+
+
+def _freeze_if_free(session: Session, point: Point, settings: LauncherSettings) -> bool:
+    """Whether another sweep on this machine has not begun with it since we looked: who freezes locks it, too."""
+    with taken(point.path) as is_ours:
+        state = state_in(point.path) if is_ours else "active"
+        if is_to_start(state, settings):
+            freeze(point)
+            return True
+    leave(session, point, state)
+    return False
+
+
+def _prepare(
+    session: Session, points: list[Point], states: dict[Path, PointState], sweep_dir: Path, settings: LauncherSettings
+) -> list[Point]:
+    """Record the points. Returns those that are to be started."""
+    todo = [point for point in points if is_to_start(states[point.path], settings)]
+    left = [point for point in points if point not in todo]
     for point in left:
-        if states[point.path] == "failed":
-            session.failed[str(point.path)] = 1
+        leave(session, point, states[point.path])
+    if session.is_frozen:
+        record_points(sweep_dir, points)
+    return todo
 
 
 def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
@@ -121,24 +256,10 @@ def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
                 UserError(
                     "This job cannot go to SLURM by itself.",
                     where="hydra/launcher=slurm",
-                    why="only prl.rl, prl.sft and prl.bench can be started from a frozen plan",
+                    why="only prl.rl, prl.sft, prl.bench and prl.inference can be started from a frozen plan",
                     fix="hydra/launcher=local, inside a job of your own (srun, salloc)",
                 )
             ]
         )
     wanted = settings.mode == "slurm" or (settings.mode == "auto" and there)
     return wanted and session.is_frozen
-
-
-def is_to_start(state: PointState, settings: LauncherSettings) -> bool:
-    return state in ("missing", "unfinished") or (state == "failed" and settings.retry_failed)
-
-
-def _tell_left(left: list[Point], states: dict[Path, PointState]) -> None:
-    reasons = {
-        "done": "done already",
-        "active": "running or queued already",
-        "failed": "failed before, and would again; hydra.launcher.retry_failed=true tries",
-    }
-    for point in left:
-        print(f"{point.path.name}: {reasons[states[point.path]]}", file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""Points on this machine: one after another in this process, or several at a time, each on devices of its own."""
+"""Points on this machine: one after another, or several at a time, each on devices of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -12,27 +12,30 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.points import Point
+from launch.code_copy import freeze_code
+from launch.places import refusal
+from launch.points import Point, is_to_start, leave, state_in, take
 from launch.settings import LauncherSettings
 from prl.config.errors import ConfigError, UserError
-from prl.runtime.ledger import record_failure
-from prl.runtime.status_file import read_status
+from prl.runtime.job_nodes import without_job
+from prl.runtime.python_path import python_command
+from prl.runtime.signals import STOP_SIGNALS, StopSignals
+from prl.runtime.slurm_job import job_name
 
 if TYPE_CHECKING:
-    from prl.config.entry import Session
+    from launch.session import Session
 
-INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
+INTERRUPTED = tuple(128 + number for number in STOP_SIGNALS)  # exit codes
 POLL_S = 0.2
 
 
 def run_points(session: Session, points: list[Point], settings: LauncherSettings) -> None:
     """Run all; a point that fails is remembered in the session, and the others go on."""
-    places: list[str | None] = device_places(points, settings) if session.is_frozen else [None]
-    if len(places) == 1:
-        for point in points:
-            run_here(session, point)
+    if session.is_frozen and points:
+        run_from_copy(session, points, device_places(points, settings), settings)
         return
-    run_side_by_side(session, points, places)
+    for point in points:
+        run_here(session, point)
 
 
 def run_here(session: Session, point: Point) -> None:
@@ -41,21 +44,14 @@ def run_here(session: Session, point: Point) -> None:
         code = session.job(point.config)
     except UserError as error:
         print(error.render(), file=sys.stderr)
-        code, kind, message = 2, "config", error.render()
-    except Exception as error:
+        code = 2
+    except Exception:
         traceback.print_exc()
-        code, kind, message = 1, "code", repr(error)
-    else:
-        failure = read_status(point.path).get("failure") or {}
-        kind, message = failure.get("class", "code"), failure.get("message", f"exit code {code}")
+        code = 1
     if code in INTERRUPTED:
         raise SystemExit(code)
     if code:
         session.failed[str(point.path)] = code
-    if code and session.is_frozen:
-        attempt = read_status(point.path).get("attempt", 1)
-        node = platform.node()
-        record_failure(point.path, attempt=attempt, kind=kind, message=message, node=node, job=None, requeued=False)
 
 
 def device_places(points: list[Point], settings: LauncherSettings) -> list[str | None]:
@@ -96,30 +92,152 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, line in enumerate(done.stdout.splitlines()) if line.startswith("GPU ")]
 
 
-def run_side_by_side(session: Session, points: list[Point], places: list[str | None]) -> None:
-    """Each point in a process of its own; its console goes to POINT/console.log. A signal to this process stops all."""
-    waiting, free, cores = list(points), list(range(len(places))), share_cores(len(places))
-    running: dict[int, tuple[Point, subprocess.Popen[bytes]]] = {}
-    try:
-        while waiting or running:
-            while waiting and free:
-                place, point = free.pop(0), waiting.pop(0)
-                running[place] = (point, start_agent(point.path, places[place], cores[place]))
-                print(f"{point.path.name}: started, console in {point.path / 'console.log'}", flush=True)
-            time.sleep(POLL_S)
-            for place, (point, process) in list(running.items()):
-                code = process.poll()
-                if code is not None:
-                    del running[place]
-                    free.append(place)
-                    print(f"{point.path.name}: {'done' if code == 0 else f'failed with exit code {code}'}", flush=True)
-                    if code:
-                        session.failed[str(point.path)] = code
-    finally:
-        for _, process in running.values():
-            process.terminate()
-        for _, process in running.values():
-            process.wait()
+def run_from_copy(session: Session, points: list[Point], places: list[str | None], settings: LauncherSettings) -> None:
+    """Each point in a process of its own, from a copy of the code as it is now. Where several run at a time, their
+    consoles go to POINT/console.log.
+
+    A signal to this process stops all in order, a second one at once; should it be killed, they die with it. After a
+    point that was interrupted otherwise (prl.cancel) no further ones start, and those that run go on. What another
+    sweep runs or has done by the time a point's turn comes is left to it.
+    """
+    frozen = freeze_code(points[0].path.parent, points)
+    with StopSignals() as signals:
+        agents = Agents(session, signals, points, places, frozen.python_path, settings)
+        try:
+            while agents.are_more():
+                agents.start()
+                agents.pass_signals_on()
+                agents.stop_late_ones()
+                time.sleep(POLL_S)
+                agents.collect()
+        finally:
+            agents.end()
+        if agents.ended_by():
+            if agents.waiting:
+                print(f"not started: {len(agents.waiting)}; the same command starts them", flush=True)
+            raise SystemExit(agents.ended_by())
+
+
+class Agents:
+    """Those of a sweep's points, each at a place of its own: devices and CPU cores."""
+
+    def __init__(
+        self,
+        session: Session,
+        signals: StopSignals,
+        points: list[Point],
+        places: list[str | None],
+        python_path: str,
+        settings: LauncherSettings,
+    ) -> None:
+        self.settings, self.in_hand = settings, dict[Path, int]()  # point -> what `take` gave
+        self.session, self.signals, self.waiting, self.places = session, signals, list(points), places
+        self.python_path, self.cores, self.free = python_path, share_cores(len(places)), list(range(len(places)))
+        self.running: dict[int, tuple[Point, subprocess.Popen[bytes]]] = {}
+        self.deadlines: dict[int, float] = {}  # place -> when its point has taken settings.timeout_min
+        self.late: set[Path] = set()  # points that were stopped then
+        self.told = 0  # signals that were passed on
+        self.interrupted = 0  # exit code of a point that was, by somebody else
+
+    def ended_by(self) -> int:
+        """The exit code of a signal; 0: nothing was interrupted."""
+        return self.signals.exit_code if self.signals.count else self.interrupted
+
+    def are_more(self) -> bool:
+        return bool(self.running or (self.waiting and not self.ended_by()))
+
+    def start(self) -> None:
+        while self.waiting and self.free and not self.ended_by():
+            place, point = self.free.pop(0), self.waiting.pop(0)
+            console = point.path / "console.log" if len(self.places) > 1 else None
+            try:
+                if not self.take(point):
+                    self.free.append(place)
+                    continue
+                agent = start_agent(point.path, self.places[place], self.cores[place], self.python_path, console)
+            except OSError as error:  # the others may run
+                self.free.append(place)
+                self.let_go(point)
+                _tell_not_started(self.session, point, error)
+                continue
+            self.running[place] = (point, agent)
+            self.deadlines[place] = time.monotonic() + 60 * (self.settings.timeout_min or math.inf)
+            if console is not None:
+                print(f"{point.path.name}: started, console in {console}", flush=True)
+
+    def take(self, point: Point) -> bool:
+        """Whether it is still to be started, and by us. Raises OSError."""
+        fd = take(point.path)
+        state = "active" if fd is None else state_in(point.path)
+        if fd is not None:
+            self.in_hand[point.path] = fd
+        if is_to_start(state, self.settings):
+            return True
+        self.let_go(point)
+        leave(self.session, point, state)
+        return False
+
+    def let_go(self, point: Point) -> None:
+        if point.path in self.in_hand:
+            os.close(self.in_hand.pop(point.path))
+
+    def pass_signals_on(self) -> None:
+        """Each once, to each agent: they are in sessions of their own and hear nothing from the terminal. One at a
+        look: of two that come together, the kernel keeps one.
+        """
+        if self.told == min(self.signals.count, 2):
+            return
+        assert self.signals.first is not None
+        if not self.told:
+            print("stopping: all points save a checkpoint; a second signal ends everything at once", flush=True)
+        self.told += 1
+        for _, agent in self.running.values():
+            agent.send_signal(self.signals.first)
+
+    def stop_late_ones(self) -> None:
+        """Those that have taken longer than they may: in order, with a checkpoint, and the others go on."""
+        for place, (point, agent) in self.running.items():
+            if time.monotonic() > self.deadlines[place] and point.path not in self.late:
+                print(f"{point.path.name}: stopped after {self.settings.timeout_min:g} minutes", flush=True)
+                self.late.add(point.path)
+                agent.terminate()
+
+    def collect(self) -> None:
+        """Those that have ended."""
+        for place, (point, agent) in list(self.running.items()):
+            if agent.poll() is not None:
+                del self.running[place]
+                self.free.append(place)
+                self.let_go(point)
+                code = exit_code(agent.returncode)
+                _tell_end(self.session, point, code)
+                if code in INTERRUPTED and point.path not in self.late:
+                    self.interrupted = code
+
+    def end(self) -> None:
+        for _, agent in self.running.values():
+            agent.terminate()
+        for point, agent in self.running.values():
+            agent.wait()
+            self.let_go(point)
+
+
+def exit_code(returncode: int) -> int:
+    """As shells have it, of an agent that a signal ended before it could look for signals, too."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _tell_end(session: Session, point: Point, code: int) -> None:
+    how = "done" if code == 0 else "stopped" if code in INTERRUPTED else f"failed with exit code {code}"
+    print(f"{point.path.name}: {how}", flush=True)
+    if code:
+        session.failed[str(point.path)] = code
+
+
+def _tell_not_started(session: Session, point: Point, error: OSError) -> None:
+    told = refusal(error, point.path.parent)
+    print(f"{point.path.name}: not started: {error}" if told is None else told.render(), file=sys.stderr, flush=True)
+    session.failed[str(point.path)] = 2
 
 
 def share_cores(count: int) -> list[set[int]]:
@@ -134,18 +252,24 @@ def share_cores(count: int) -> list[set[int]]:
     return [set(cores[i * len(cores) // count : (i + 1) * len(cores) // count]) for i in range(count)]
 
 
-def start_agent(path: Path, devices: str | None, cores: set[int]) -> subprocess.Popen[bytes]:
-    """The point's roles take as many threads as there are cores (prl.runtime.environment)."""
-    environment = dict(os.environ) if devices is None else os.environ | {"CUDA_VISIBLE_DEVICES": devices}
-    with (path / "console.log").open("ab") as console:
+def start_agent(
+    path: Path, devices: str | None, cores: set[int], python_path: str, console: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """The point's roles take as many threads as there are cores (prl.runtime.environment). console: None: ours. The
+    SLURM job that this sweep may run in is none of the agent's, but its end leaves no more than KillWait.
+    """
+    within = [] if job_name() is None else [f"--within={job_name()}"]
+    own = {"PYTHONPATH": python_path} | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
+    with contextlib.nullcontext() if console is None else console.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prl.runtime.agent", str(path)],
-            env=environment,
-            stdout=console,
-            stderr=subprocess.STDOUT,
+            python_command("prl.runtime.agent", str(path), f"--parent={os.getpid()}", *within),
+            env=without_job(os.environ) | own,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
     if cores:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it has ended; or cores were taken away meanwhile
             os.sched_setaffinity(process.pid, cores)  # what it starts inherits it
     return process

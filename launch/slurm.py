@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import shlex
@@ -14,13 +16,15 @@ from typing import Any
 import jinja2
 import submitit
 
-import prl
-from launch.code_copy import freeze_code
+from launch.code_copy import FrozenCode, freeze_code
 from launch.points import Point, record_submission
 from launch.settings import LauncherSettings
-from launch.slurm_queue import max_array_size
+from launch.slurm_queue import max_array_size, run_slurm
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import SlurmConfig
+from prl.runtime.files import create_exclusively, replace_file
+from prl.runtime.job_nodes import without_job
+from prl.runtime.python_path import python_command
 
 DEFAULT_TEMPLATE = Path(__file__).parent / "templates" / "default.sbatch.j2"
 
@@ -84,6 +88,39 @@ def refuse_too_large(points: list[Point]) -> None:
         raise ConfigError(found)
 
 
+def refuse_too_short(points: list[Point], settings: LauncherSettings) -> None:
+    """Raise ConfigError where jobs would be told of their end before they begin."""
+    shapes = {Shape.of(point, settings).slurm for point in points}
+    found = [
+        UserError(
+            "Jobs would be told to save before they begin.",
+            where=f"slurm.signal_delay_s={asked.signal_delay_s}",
+            why=f"slurm.time={asked.time} is {limit:g} s",
+            fix=f"slurm.signal_delay_s={int(limit / 4)}, or more slurm.time",
+        )
+        for asked in shapes
+        if asked.signal_delay_s is not None
+        if (limit := seconds_of(asked.time)) <= asked.signal_delay_s
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+def seconds_of(limit: str | int | None) -> float:
+    """Of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, in whole minutes, rounded up; infinite
+    where it says none, or 0, which asks for no limit.
+    """
+    if limit is None or not re.fullmatch(r"[\d:-]+", str(limit)):
+        return math.inf
+    days, dash, rest = str(limit).rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:  # it begins with minutes
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    whole = int(days or 0) * 1440 + hours * 60 + minutes + math.ceil(seconds / 60)
+    return whole * 60.0 or math.inf
+
+
 def make_batches(points: list[Point], settings: LauncherSettings, max_size: int) -> list[Batch]:
     by_shape: dict[Shape, list[Point]] = {}
     for point in points:
@@ -108,7 +145,8 @@ class PointExecutor(submitit.SlurmExecutor):
     def submit_script(self) -> str:
         """Submit. Returns the job's id. Raises UserError with sbatch's reason."""
         try:
-            return self._submit_command("").job_id
+            with _outside_of_jobs():
+                return self._submit_command("").job_id
         except submitit.core.utils.FailedJobError as error:
             reason = re.findall(r"sbatch: error: (.*)", str(error)) or [str(error).strip().splitlines()[-1]]
             raise UserError(
@@ -119,18 +157,35 @@ class PointExecutor(submitit.SlurmExecutor):
             ) from error
 
 
+@contextlib.contextmanager
+def _outside_of_jobs() -> Iterator[None]:
+    """Jobs inherit what sbatch does not set anew: the array index of the job that this command may run in."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(without_job(before))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def submit(points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> list[str]:
     """Submit all and return at once. Returns the ids of the jobs, one for each array."""
     if not points:
         return []
     folder = sweep_dir / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
-    code = freeze_code(sweep_dir)
+    code = freeze_code(sweep_dir, points)
     jobs = []
     for batch in make_batches(points, settings, settings.max_array_size or max_array_size()):
         script = write_script(batch, sweep_dir, code)
         job_id = PointExecutor(folder, script.read_text()).submit_script()
-        record_submission(sweep_dir, job_id, script, batch.points, batch.is_array)
+        try:
+            record_submission(sweep_dir, job_id, script, batch.points, batch.is_array, code)
+        except (OSError, UserError):
+            _take_back(job_id)
+            raise
         jobs.append(job_id)
         what = f"array of {len(batch.points)} points" if batch.is_array else batch.points[0].path.name
         print(f"job {job_id}: {what}, {batch.shape.describe()}, {script}", flush=True)
@@ -138,17 +193,25 @@ def submit(points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> 
     return jobs
 
 
-def write_script(batch: Batch, sweep_dir: Path, code: Path) -> Path:
+def _take_back(job_id: str) -> None:
+    """A job that no record names: prl.cancel would not know it, and the same command would submit its points again."""
+    with contextlib.suppress(UserError):
+        run_slurm("scancel", job_id)
+    print(f"job {job_id} was cancelled: it could not be recorded", file=sys.stderr, flush=True)
+
+
+def write_script(batch: Batch, sweep_dir: Path, code: FrozenCode) -> Path:
     """SWEEP/slurm/N.sbatch, and the list of its points beside it."""
     folder = sweep_dir / "slurm"
-    number = next(i for i in range(1, 1_000_000) if not (folder / f"{i}.sbatch").exists())
+    lines = "".join(f"{point.path}\n" for point in batch.points)
+    # the number belongs to who makes the list: jobs read it when they start
+    number = next(i for i in range(1, 1_000_000) if create_exclusively(folder / f"{i}.points", lines))
     script, listing = folder / f"{number}.sbatch", folder / f"{number}.points"
-    listing.write_text("".join(f"{point.path}\n" for point in batch.points))
-    script.write_text(render(batch, sweep_dir, code, listing))
+    replace_file(script, render(batch, sweep_dir, code, listing))
     return script
 
 
-def render(batch: Batch, sweep_dir: Path, code: Path, listing: Path) -> str:
+def render(batch: Batch, sweep_dir: Path, code: FrozenCode, listing: Path) -> str:
     """The sbatch script. Raises UserError for a template that is not there or cannot be rendered."""
     path = Path(batch.shape.slurm.template_path or DEFAULT_TEMPLATE).expanduser()
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -165,11 +228,11 @@ def render(batch: Batch, sweep_dir: Path, code: Path, listing: Path) -> str:
         ) from error
 
 
-def template_variables(batch: Batch, sweep_dir: Path, code: Path, listing: Path) -> dict[str, Any]:
+def template_variables(batch: Batch, sweep_dir: Path, code: FrozenCode, listing: Path) -> dict[str, Any]:
     """What a template may use; launch/README.md explains each."""
     shape = batch.shape
     return {
-        "job_name": f"prl-{sweep_dir.name}",
+        "job_name": shape.slurm.job_name or f"prl-{sweep_dir.name}",
         "project_dir": str(Path.cwd()),
         "output_dir": str(sweep_dir),
         "config_dir": str(listing.parent),
@@ -181,15 +244,7 @@ def template_variables(batch: Batch, sweep_dir: Path, code: Path, listing: Path)
         "array": batch.array,
         "gres": shape.slurm.gres or (f"gpu:{shape.gpus_per_node}" if shape.gpus_per_node else None),
         "log": str(listing.parent / ("%A_%a.log" if batch.is_array else "%j.log")),
-        "python_path": os.pathsep.join([str(code), *_further_paths()]),
-        "command": f"{shlex.quote(sys.executable)} -m prl.runtime.agent --list {shlex.quote(str(listing))}",
+        "python_path": code.python_path,
+        "command": shlex.join(python_command("prl.runtime.agent", "--list", str(listing))),
         "slurm": shape.slurm,
     }
-
-
-def _further_paths() -> Iterator[str]:
-    """PYTHONPATH as it is, less the checkout, whose place the copied code takes."""
-    checkout = Path(prl.__file__).parent.parent.resolve()
-    for part in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if part and Path(part).resolve() != checkout:
-            yield part

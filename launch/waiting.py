@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-from launch.points import Point, job_of_points, read_sweep, state_of
+from launch.points import Point, is_taken, job_of_points, read_sweep, state_of
 from launch.slurm_queue import live_jobs
 from prl.config.errors import PointFailedError, UserError
 from prl.metrics.reader import read_rows
+from prl.runtime.files import read_object
 from prl.runtime.rundir import is_locked
 from prl.runtime.status_file import read_status
 
@@ -19,6 +19,8 @@ OBJECTIVE = {  # job -> role, metric
     "sft": ("trainer/0", "val_loss"),
 }
 POLL_S = 5.0
+SERVER_POLL_S = 2.0
+FRESH_S = 30.0  # older is what an attempt that was killed has left
 PATIENCE_S = 600.0  # a controller that restarts answers again within minutes
 
 
@@ -43,9 +45,28 @@ def wait_for(points: Collection[Path], sweep_dir: Path, on_slurm: bool) -> None:
             if time.monotonic() - answered > PATIENCE_S:
                 raise
             queued = set(points)
-        if not any(path in queued or is_locked(path) for path in points):
+        if not any(path in queued or is_locked(path) or is_taken(path) for path in points):
             return
         time.sleep(POLL_S)
+
+
+def urls_when_serving(path: Path) -> list[str]:
+    """Where a submitted server is reached, once it is; nothing if its job has ended. Raises UserError as `wait_for`."""
+    answered = time.monotonic()
+    while True:
+        try:
+            is_queued = bool(queued_points(path))
+            answered = time.monotonic()
+        except UserError:
+            if time.monotonic() - answered > PATIENCE_S:
+                raise
+            is_queued = True
+        status = read_status(path)
+        if not is_queued:
+            return []
+        if status.get("state") == "running" and time.time() - status["updated"] < FRESH_S:
+            return list(status["urls"])
+        time.sleep(SERVER_POLL_S)
 
 
 def outcome(point: Point) -> float | PointFailedError:
@@ -73,5 +94,5 @@ def last_value(point: Point) -> float | None:
 
 
 def bench_value(path: Path) -> float | None:
-    result = json.loads((path / "result.json").read_text())["result"]
+    result = (read_object(path / "result.json") or {}).get("result", {})
     return result.get("tokens_per_s_per_gpu")

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
+from prl.config.console import shield_console
 from prl.config.errors import UserError
+from prl.runtime.identity import signal_process
 from prl.runtime.rundir import is_locked
 from prl.runtime.status_file import read_status
 from prl.status import find_runs, status_path
 
 
 def main() -> None:
+    shield_console()
     parser = argparse.ArgumentParser(prog="prl cancel", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory, or that of a sweep")
     directory = parser.parse_args().directory.absolute()
     try:
+        if not directory.is_dir():
+            raise UserError(f"there is no directory {directory}", where="prl cancel", fix="ls outputs outputs/sweeps")
         jobs = cancel_jobs(directory)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
-    runs = stop_runs(directory)
+    runs, others = stop_runs(directory, set(jobs))
     print(f"cancelled: {', '.join([*jobs, *runs]) or 'nothing was running or waiting'}")
+    for other in others:
+        print(other, file=sys.stderr)
+    sys.exit(1 if others else 0)
 
 
 def cancel_jobs(directory: Path) -> list[str]:
@@ -42,16 +50,28 @@ def cancel_jobs(directory: Path) -> list[str]:
     return [f"job {job}" for job in live]
 
 
-def stop_runs(directory: Path) -> list[str]:
-    """SIGTERM, which saves a checkpoint, to the runs of this machine. Returns their names."""
+def stop_runs(directory: Path, jobs: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """SIGTERM, which saves a checkpoint, to the runs of this machine; never to a process that is not theirs.
+
+    Args:
+        jobs: what was cancelled on SLURM; runs elsewhere are theirs.
+
+    Returns: names of the runs that were told, and a line for each that lives and could not be.
+    """
     runs = [directory] if status_path(directory).exists() else find_runs(directory)
-    stopped = []
+    stopped, others = [], []
     for run in runs:
-        pid = read_status(run).get("root_pid")
-        if pid and is_locked(run) and Path(f"/proc/{pid}").exists():
-            os.kill(pid, signal.SIGTERM)
+        root = read_status(run).get("root", {})
+        if not is_locked(run):
+            continue
+        where = signal_process(root, signal.SIGTERM)
+        if where == "alive":
             stopped.append(run.name)
-    return stopped
+        elif where == "elsewhere" and not jobs:
+            others.append(f"{run.name} runs on {root['host']}: python -m prl.cancel {run} there")
+        elif where != "elsewhere":
+            others.append(f"{run.name} is alive, but {status_path(run)} does not say which process it is: {where}")
+    return stopped, others
 
 
 if __name__ == "__main__":

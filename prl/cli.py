@@ -12,6 +12,8 @@ import io
 import os
 import sys
 
+from prl.config.console import shield_console
+
 COMMANDS = {  # subcommand -> module whose main() it is
     "rl": "prl.rl",
     "sft": "prl.sft",
@@ -21,6 +23,7 @@ COMMANDS = {  # subcommand -> module whose main() it is
     "status": "prl.status",
     "cancel": "prl.cancel",
     "compare": "prl.compare.__main__",
+    "doctor": "prl.doctor.__main__",
 }
 USAGE = f"""usage: prl {{{",".join(COMMANDS)}}} [overrides]
 
@@ -30,6 +33,7 @@ Shell completion: eval "$(prl -sc install=bash)", or zsh or fish in the place of
 
 def main() -> None:
     """Run a subcommand with the rest of the command line; leaves by SystemExit."""
+    shield_console()
     program, *words = sys.argv
     if words and words[0] in ("-sc", "--shell-completion"):
         _complete(program, words)
@@ -55,14 +59,14 @@ def _complete(program: str, words: list[str]) -> None:
     if asked and (command not in COMMANDS or not space):
         print(" ".join(name for name in COMMANDS if name.startswith(command)))
         return
-    # +sweep= is our second name of +sweeps= (prl.config.hydra_setup), which is what Hydra knows how to complete
-    os.environ["COMP_LINE"] = f"{program} {rest}".replace(" +sweep=", " +sweeps=")
+    # +sweep= is our second name of +sweep_file= (prl.config.hydra_setup), which is what Hydra knows how to complete
+    os.environ["COMP_LINE"] = f"{program} {rest}".replace(" +sweep=", " +sweep_file=")
     offered = io.StringIO()
     try:
         with contextlib.redirect_stdout(offered):
             _run(command if asked else "rl")
     finally:
-        print(offered.getvalue().replace("+sweeps=", "+sweep="), end="")
+        print(offered.getvalue().replace("+sweep_file=", "+sweep="), end="")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from prl.config.entry import run_app
+from prl.entry import run_app
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig

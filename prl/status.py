@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from prl.config.console import console_error, leave_told, shield_console
 from prl.config.errors import UserError
-from prl.config.pipe import until_the_reader_leaves
 from prl.runtime.agent import read_attempts
+from prl.runtime.files import parse_object
 from prl.runtime.ledger import summarise_failures
 from prl.runtime.rundir import is_locked
 from prl.runtime.status_file import FINAL_STATES, read_status, status_path
@@ -23,18 +23,22 @@ HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "upda
 WHY_WIDTH = 80
 FOLLOW_S = 2.0
 TAIL_BYTES = 20_000  # some rows of metrics
+UNREADABLE = "unreadable"
 ALIVE = ("starting", "running", "stopping", "queued")
+IDLE = (*FINAL_STATES, "lost")
+ALONE = "."  # how the record of a job that is no part of a sweep names its run
 
 
 def main() -> None:
+    shield_console()
     parser = argparse.ArgumentParser(prog="prl status", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory, or a directory of them (a sweep)")
     parser.add_argument(
         "--follow", action="store_true", help=f"every {FOLLOW_S:g} s again, until nothing runs or waits"
     )
     arguments = parser.parse_args()
-    with until_the_reader_leaves():
-        show(arguments.directory, arguments.follow)
+    show(arguments.directory, arguments.follow)
+    leave_told()
 
 
 def show(directory: Path, follow: bool) -> None:
@@ -46,7 +50,7 @@ def show(directory: Path, follow: bool) -> None:
             sys.exit(2)
         clear = "\x1b[2J\x1b[H" if follow and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
-        if not (follow and alive):
+        if not (follow and alive) or console_error() is not None:
             return
         time.sleep(FOLLOW_S)
 
@@ -54,21 +58,38 @@ def show(directory: Path, follow: bool) -> None:
 def render(directory: Path) -> tuple[str, bool]:
     """One run in full or a table of runs (nothing, if there is none), and whether any of them runs or waits."""
     if status_path(directory).exists():
-        return render_run(directory), true_state(directory, read_status(directory)) in ALIVE
-    waiting = waiting_points(directory)
+        state = state_alone(directory)
+        return render_run(directory, state), state in ALIVE
+    waiting, damage = {}, ""
+    try:
+        waiting = waiting_points(directory)
+    except UserError as error:  # of the sweep's record; its runs are there none the less
+        damage = error.render()
     runs = find_runs(directory)
     rows = [_row(directory, run) for run in runs]
     started = {run.relative_to(directory).as_posix() for run in runs}
     rows += [(name, state, *[""] * (len(HEADER) - 2)) for name, state in waiting.items() if name not in started]
-    rows = [(row[0], waiting.get(row[0], row[1]), *row[2:]) if row[1] in FINAL_STATES else row for row in rows]
+    rows = [(row[0], waiting.get(row[0], row[1]), *row[2:]) if row[1] in IDLE else row for row in rows]
+    rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    lines = [render_table(sorted(rows)), summarise_failures(directory)]
+    lines = [render_table(sorted(rows)), summarise_failures(directory), damage]
     return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
 
 
+def state_alone(run_dir: Path) -> str:
+    """The true state of a run; of one that is a job by itself also whether SLURM will start it again."""
+    state = true_state(run_dir, read_status(run_dir))
+    if state in IDLE:
+        with contextlib.suppress(UserError):
+            return waiting_points(run_dir).get(ALONE, state)
+    return state
+
+
 def waiting_points(sweep_dir: Path) -> dict[str, str]:
-    """Points of a sweep that are not running: "queued" as SLURM has it, else "missing" if they never started."""
+    """Points of a sweep that are not running: "queued" while SLURM has a job for them that has not told of itself yet,
+    else "missing" if they never started.
+    """
     from launch.points import job_of_points, read_sweep
     from launch.slurm_queue import live_jobs
 
@@ -81,9 +102,10 @@ def waiting_points(sweep_dir: Path) -> dict[str, str]:
     waiting = {}
     for point in sweep["points"]:
         name = point["dir"]
-        if live.get(jobs.get(name, "")) == "PENDING":
+        has_begun, state = status_path(sweep_dir / name).exists(), live.get(jobs.get(name, ""))
+        if state == "PENDING" or (state is not None and not has_begun):
             waiting[name] = "queued"
-        elif not status_path(sweep_dir / name).exists():
+        elif not has_begun:
             waiting[name] = "missing"
     return waiting
 
@@ -101,17 +123,25 @@ def find_runs(directory: Path) -> list[Path]:
 
 def true_state(run_dir: Path, status: dict[str, Any]) -> str:
     """The state, or "lost" for a run that says it is alive and holds no lock: its machine went down."""
-    alive = status["state"] not in FINAL_STATES
-    return "lost" if alive and not is_locked(run_dir) else status["state"]
+    if not status:
+        return "running" if is_locked(run_dir) else UNREADABLE
+    if status["state"] not in FINAL_STATES and not is_locked(run_dir):
+        status = read_status(run_dir) or status  # it may have come to its end between the two looks
+        return status["state"] if status["state"] in FINAL_STATES else "lost"
+    return status["state"]
 
 
-def render_run(run_dir: Path) -> str:
+def render_run(run_dir: Path, state: str) -> str:
     """One run in full."""
     status = read_status(run_dir)
+    if not status:
+        return f"{run_dir}: {state}; {status_path(run_dir)} holds no status"
     lines = [
-        f"{run_dir}: {true_state(run_dir, status)}, step {status['step']}/{status['max_steps']}",
+        f"{run_dir}: {state}, step {status['step']}/{status['max_steps']}",
         f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)} ago",
     ]
+    if state == "running":
+        lines += [f"serves at {url}" for url in status["urls"]]
     for name, role in status["roles"].items():
         exit_code = "" if role["exit"] is None else f" with exit code {role['exit']}"
         lines.append(f"  {name:<20} {role['state']}{exit_code} (process {role['pid']})")
@@ -130,17 +160,23 @@ def render_table(rows: list[tuple[str, ...]]) -> str:
 
 
 def _row(directory: Path, run: Path) -> tuple[str, ...]:
-    status = read_status(run)
+    name, status = run.relative_to(directory).as_posix(), read_status(run)
+    if not status:
+        return (name, UNREADABLE, *[""] * (len(HEADER) - 3), f"{status_path(run)} holds no status")
     failure = status["failure"]
     why = f"{failure['class']}: {failure['role']}: {failure['message']}"[:WHY_WIDTH] if failure else ""
     step = f"{status['step']}/{status['max_steps']}"
     state = true_state(run, status)
     last = last_rows(run)
     reward = last.get("eval/reward", last.get("reward", last.get("val_loss", last.get("loss"))))
-    figures = tuple("" if value is None else f"{value:.4g}" for value in (reward, last.get("tokens_per_s")))
+    figures = tuple(_figure(value) for value in (reward, last.get("tokens_per_s")))
     where = (read_attempts(run) or [{}])[-1].get("node", "")
-    name = run.relative_to(directory).as_posix()
     return (name, state, step, *figures, where, str(status["attempt"]), f"{_ago(status)} ago", why)
+
+
+def _figure(value: Any) -> str:
+    """What is not finite is written as a word."""
+    return f"{value:.4g}" if isinstance(value, int | float) else str("" if value is None else value)
 
 
 def last_rows(run: Path) -> dict[str, Any]:
@@ -148,8 +184,7 @@ def last_rows(run: Path) -> dict[str, Any]:
     newest: dict[str, Any] = {}
     for role in ("orchestrator", "trainer.0"):  # the trainer's tokens_per_s is the one of the final table
         for line in tail(run / "metrics" / f"{role}.jsonl"):
-            with contextlib.suppress(ValueError):  # the first one may be cut
-                newest.update(json.loads(line))
+            newest.update(parse_object(line) or {})  # the first one may be cut
     return newest
 
 

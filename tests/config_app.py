@@ -5,8 +5,8 @@ import os
 import signal
 
 from prl.config import UserError
-from prl.config.entry import run_app
 from prl.config.schema import RunConfig
+from prl.entry import run_app
 
 
 def job(config: RunConfig) -> int:

@@ -1,5 +1,28 @@
-"""Fixtures of more than one file: a session has one of each."""
+"""Fixtures of more than one file: a session has one of each. And which tests a session has, if nobody says."""
 
+import pytest
+import tiers
+from hypothesis import settings
 from slurm_cluster import short_path, slurm
 
 __all__ = ["short_path", "slurm"]
+
+settings.register_profile("without limits of time", deadline=None)  # the machine may have other work
+settings.load_profile("without limits of time")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks how many processes there shall be
+def pytest_cmdline_main(config):
+    if hasattr(config, "workerinput"):  # xdist's processes are given the words of the command line, and no options
+        config.option.markexpr = config.workerinput["markexpr"]
+    else:
+        tiers.choose(config)
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_configure_node(node):
+    node.workerinput["markexpr"] = node.config.option.markexpr
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    tiers.tell(config, terminalreporter)

@@ -144,7 +144,7 @@ def run_ranks(directory: Path, size: int, cases: list[Case], device: str = "cpu"
     """Results by rank, then by case."""
     directory.mkdir(parents=True)
     (directory / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    run_script(__file__, directory, size, device, limit_s=250)
+    run_script(__file__, directory, size, device, limit_s=500)
     return [torch.load(directory / f"results_{rank}.pt", weights_only=True) for rank in range(size)]
 
 

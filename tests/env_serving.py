@@ -11,6 +11,7 @@ from prl.config.schema import EnvConfig
 from prl.envs.protocol import Reply
 from prl.envs.worker import EnvWorker
 from prl.orchestrator.env_client import EnvClient
+from prl.runtime.keys import RunKeys
 
 
 def said(text, finish_reason="stop"):
@@ -24,7 +25,7 @@ class Context:
     def __init__(self):
         self.listen_socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listen_socket.getsockname()[1]}"
-        self.token, self.role, self.stop_requested = "secret", SimpleNamespace(name="env/toy"), False
+        self.keys, self.role, self.stop_requested = RunKeys(env="secret"), SimpleNamespace(name="env/toy"), False
 
     def ready(self): ...
     def beat(self): ...
@@ -36,7 +37,7 @@ async def serving(env, reward_timeout_s=10.0):
     ctx = Context()
     worker = EnvWorker(ctx, env, EnvConfig(reward_timeout_s=reward_timeout_s))
     main = asyncio.create_task(worker.run())
-    client = EnvClient("toy", ctx.url, ctx.token)
+    client = EnvClient("toy", ctx.url, ctx.keys.env)
     serve = asyncio.create_task(client.serve())
     try:
         await asyncio.wait_for(client.connected.wait(), 10)

@@ -156,7 +156,7 @@ def load_biases(job: Job) -> torch.Tensor:
 
 def run_ranks(directory: Path, size: int, model_path: str) -> dict[str, Any]:
     directory.mkdir(parents=True)
-    run_script(__file__, directory, size, model_path, limit_s=120)
+    run_script(__file__, directory, size, model_path, limit_s=500)
     return torch.load(directory / "results.pt", weights_only=False)
 
 

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.engines import EnginePool
+from prl.runtime.keys import RunKeys
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(256,))
 
@@ -27,11 +28,12 @@ class FakeEngine:
         self.missing = 0  # times that weights are not to be had
         self.stuck_at = ""  # a control route that fails, but not before `stuck` is set
         self.stuck = asyncio.Event()
+        self.lost = set()  # routes whose next answer is lost: the connection closes when all has been done
         self.metrics = "nothing yet"  # what it answers; None: 503
 
     @contextlib.asynccontextmanager
     async def serving(self):
-        app = web.Application()
+        app = web.Application(middlewares=[self.lose_answers])
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_get("/load", self.load)
         app.router.add_get("/health", self.health)
@@ -45,6 +47,18 @@ class FakeEngine:
             yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
         finally:
             await runner.cleanup()
+
+    @property
+    def lose_answers(self):
+        @web.middleware
+        async def lose(request, handler):
+            answer = await handler(request)
+            if request.path in self.lost:
+                self.lost.discard(request.path)
+                request.transport.abort()
+            return answer
+
+        return lose
 
     async def generate(self, request):
         assert request.headers["Authorization"] == "Bearer token"
@@ -82,6 +96,7 @@ class FakeEngine:
         return web.Response(status=503) if self.metrics is None else web.Response(text=self.metrics)
 
     async def control(self, request):
+        assert request.headers["Authorization"] == "Bearer control"
         route = request.match_info["route"]
         self.log.append(route)
         self.asked.append(route + (f"?{request.query_string}" if request.query_string else ""))
@@ -107,7 +122,9 @@ async def pool_of(count=1, processes=None, **config):
     engines = [FakeEngine() for _ in range(count)]
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(engine.serving()) for engine in engines]
-        pool = EnginePool(urls, InferenceConfig(**config), "token", processes=processes)
+        pool = EnginePool(
+            urls, InferenceConfig(**config), RunKeys(generate="token", control="control"), processes=processes
+        )
         stack.push_async_callback(pool.close)
         yield pool, engines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import threading
 import time
@@ -15,13 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from prl.config import compose
 from prl.inference import server
+from prl.inference.engine import TorchEngine
+from prl.inference.guard import CLIENT_ROUTES
+from prl.inference.sequences import Sequence
 from prl.planning.run_plan import RunPlan, make_plan
+from prl.runtime.keys import RunKeys
 
-TOKEN = "run-token"
+TOKEN, CONTROL = "run-token", "control-token"
+ITS_OWN = "the key that the route wants"
+LIMIT_S = 120.0  # for what takes a moment, on a busy machine
 
 
 @dataclass
@@ -30,7 +38,10 @@ class ServerContext:
 
     plan: RunPlan
     listen_socket: socket.socket
-    token: str = TOKEN
+    run_dir: Path
+    keys: RunKeys = field(default_factory=lambda: RunKeys(generate=TOKEN, control=CONTROL))
+    shared_memory: str = field(default_factory=lambda: f"/dev/shm/prl-test{secrets.token_hex(4)}")
+    endpoints: dict[str, str] = field(default_factory=dict)
     init_model_path: str | None = None
     stop_requested: bool = False
     restarts: int = 0
@@ -51,20 +62,22 @@ class Reply:
 
 
 class HttpClient:
-    """Calls from threads of its own, so that several can be under way at once."""
+    """Calls from threads of its own, so that several can be under way at once. Each route gets the key it wants."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, control: str = CONTROL) -> None:
+        self.port, self.control = port, control
         self.pool = ThreadPoolExecutor(64)
 
-    def call(self, method: str, route: str, body: Any = None, key: str | None = TOKEN) -> Reply:
+    def call(self, method: str, route: str, body: Any = None, key: str | None = ITS_OWN) -> Reply:
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{route}", data, method=method)
         request.add_header("Content-Type", "application/json")
+        if key == ITS_OWN:
+            key = TOKEN if route.partition("?")[0] in CLIENT_ROUTES else self.control
         if key is not None:
             request.add_header("Authorization", f"Bearer {key}")
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
                 status, text = response.status, response.read()
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read()
@@ -100,7 +113,7 @@ class HttpClient:
 
     def until(self, name: str, value: float) -> None:
         """Wait until a metric has a value."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while self.metric(name) != value:
             assert time.monotonic() < deadline, f"{name} is {self.metric(name)}, not {value}"
             time.sleep(0.005)
@@ -115,6 +128,20 @@ class Client(HttpClient):
 
 
 @contextmanager
+def slow_steps(seconds: float = 0.05) -> Iterator[None]:
+    """Of all engines in this process: what a test does to running requests comes before their ends."""
+    step = TorchEngine.step
+
+    def slow(engine: TorchEngine) -> list[Sequence]:
+        time.sleep(seconds)
+        return step(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchEngine, "step", slow)
+        yield
+
+
+@contextmanager
 def running_server(
     overrides: list[str], cache_dir: Path, wait: bool = True, job: str = "inference", restarts: int = 0
 ) -> Iterator[Client]:
@@ -122,7 +149,7 @@ def running_server(
     torch.set_num_threads(1)  # the engine shares the cores with the tests
     config = compose([f"cache_dir={cache_dir}", "deployment.device=cpu", *overrides], config_name="inference")
     plan = make_plan(config).model_copy(update={"config": config.model_copy(update={"job": job})})
-    ctx = ServerContext(plan, socket.create_server(("127.0.0.1", 0)), restarts=restarts)
+    ctx = ServerContext(plan, socket.create_server(("127.0.0.1", 0)), cache_dir / "run", restarts=restarts)
     error: list[BaseException] = []
 
     def serve() -> None:
@@ -137,10 +164,13 @@ def running_server(
     client = Client(ctx, error)
     try:
         if wait:
-            assert ctx.up.wait(60)
+            assert ctx.up.wait(LIMIT_S)
         yield client
     finally:
         ctx.stop_requested = True
-        thread.join(20)
+        thread.join(LIMIT_S)
         client.pool.shutdown(wait=False, cancel_futures=True)
+        segment = Path(ctx.shared_memory)  # of a test's own publisher, which no reaper knows
+        for left in segment.parent.glob(f"{segment.name}*"):
+            left.unlink()
         assert not thread.is_alive()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 TESTS = Path(__file__).parent
 
 
-def run_script(script: str, directory: Path, size: int, *arguments: str, limit_s: float = 200) -> None:
+def run_script(script: str, directory: Path, size: int, *arguments: str, limit_s: float = 500) -> None:
     """Run all ranks to their end. Fails with the tracebacks of those that failed."""
     command = [sys.executable, script, str(directory)]
     children = [subprocess.Popen([*command, str(rank), str(size), *arguments], cwd=TESTS) for rank in range(size)]

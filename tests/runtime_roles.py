@@ -6,22 +6,26 @@ ROLE_SCRIPT: JSON, role name -> {key: value}; see `play`.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from runtime_tree import fill_bytes
 
 from prl.config.errors import UserError
-from prl.runtime.checkpoints import commit, raise_if_full, staging_dir
+from prl.runtime.checkpoints import commit, parts_of, raise_if_full, staging_dir
 from prl.runtime.child import ChildContext
+from prl.runtime.status_file import read_status
 
 ROLES = ("inference", "orchestrator", "trainer", "sft", "env")
 ENTRIES = {role: f"runtime_roles:{'serve' if role in ('inference', 'env') else 'work'}" for role in ROLES}
+MAPPED: list[SharedMemory] = []
 SETSID_GRANDCHILD = "import os, time; os.setsid(); time.sleep(600)"
 
 
@@ -36,12 +40,16 @@ def serve(ctx: ChildContext) -> None:
     acts = script(ctx)
     while not ctx.stop_requested:
         ctx.beat()
+        if acts.get("leave_at_stop") and read_status(ctx.run_dir).get("state") == "stopping":
+            raise RuntimeError("told to leave by somebody else")
         fail(ctx, acts)
         time.sleep(0.02)
 
 
 def work(ctx: ChildContext) -> None:
-    """Steps of `step_s` seconds up to max_steps; the orchestrator (in SFT trainer/0) checkpoints every other one."""
+    """Steps of `step_s` seconds up to max_steps, or to `stay_at` until it is told to stop; the orchestrator (in SFT
+    trainer/0) checkpoints every other one.
+    """
     acts = script(ctx)
     play(ctx, acts)
     ctx.ready()
@@ -55,6 +63,8 @@ def work(ctx: ChildContext) -> None:
             break
         ctx.beat()
         time.sleep(acts.get("step_s", 0.01))
+        if step == acts.get("stay_at"):
+            continue
         step += 1
         ctx.metrics.log(step=step, reward=step / 10, staleness_mean=0.5, tokens_per_s=100.0, loss=1 / step)
         fail(ctx, acts, step)
@@ -68,16 +78,24 @@ def work(ctx: ChildContext) -> None:
 
 
 def save(ctx: ChildContext, step: int) -> None:
+    if save_s := script(ctx).get("save_s"):
+        ctx.saving(True)
+        time.sleep(save_s)
     try:
-        (staging_dir(ctx.run_dir, step) / "state").write_text(f"state of step {step}")
+        for part in parts_of(ctx.plan.config.job):
+            (staging_dir(ctx.run_dir, step) / part).mkdir()
+            (staging_dir(ctx.run_dir, step) / part / "state").write_text(f"state of step {step}")
     except OSError as error:
         raise_if_full(error, ctx.run_dir, step)
         raise
-    commit(ctx.run_dir, step, ctx.plan.config.ckpt.keep)
+    commit(ctx.run_dir, step, ctx.plan.config.ckpt.keep, parts_of(ctx.plan.config.job))
 
 
 def play(ctx: ChildContext, acts: dict) -> None:
     """What happens at the start of a role."""
+    if acts.get("print_boot"):
+        held = [key for key in dataclasses.astuple(ctx.keys) if key]
+        print(f"BOOT {ctx.shared_memory} {','.join(held)}", flush=True)
     if acts.get("print_environment"):
         print("ENV", json.dumps(dict(os.environ)), flush=True)
     if "user_error" in acts:
@@ -91,6 +109,10 @@ def play(ctx: ChildContext, acts: dict) -> None:
         time.sleep(600)
     if acts.get("stuck_at_start"):
         time.sleep(600)
+    if name := acts.get("segment_beside"):  # as vLLM's queues: what tracks it is killed with the rest
+        mapped = [SharedMemory(name), SharedMemory(create=True, size=4096)]
+        (ctx.run_dir / "segment").write_text(mapped[1].name)
+        MAPPED.extend(mapped)
     if acts.get("grandchild"):
         keep_grandchild(ctx, {})
     if acts.get("unmarked_grandchild"):  # as after setproctitle: the environment says nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +14,24 @@ from pathlib import Path
 
 import psutil
 import pytest
+from runs import Moment, rows
 
 from launch.dev_cluster import DevCluster, refuse_if_impossible
 from prl.config.errors import UserError
 
 SMALL = ["max_steps=4", "seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.export_hf=false"]
+SMALL_RL = [
+    "warm_start=none",
+    "eval=none",
+    "logging=none",
+    "algo.batch_size=16",
+    "inference.sampling.max_tokens=16",
+    "ckpt.export_hf=false",
+]
+QUESTIONS = ("squeue", "sacct", "sinfo")  # to ask twice changes nothing
+NO_ANSWER = re.compile("timed out|Unable to contact|Connection (refused|reset)", re.IGNORECASE)
+ASK_TIMES = 5
+TWO_NODES = ["deployment=multi_node", "deployment.gpus_per_node=2", "deployment.device=cpu"]
 
 
 @pytest.fixture(scope="session")
@@ -46,17 +59,45 @@ def short_path() -> Iterator[Path]:
 
 
 def ask(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    """What it prints. A question that a busy controller or database leaves without an answer is asked again."""
+    for left in reversed(range(ASK_TIMES)):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if not (left and done.returncode and command[0] in QUESTIONS and NO_ANSWER.search(done.stderr)):
+            break
+        time.sleep(1)
+    done.check_returncode()
+    return done.stdout.strip()
+
+
+class Held:
+    """A moment at which each element of a job stays until the test has done what it wants to do while the job runs."""
+
+    def __init__(self, name: str, folder: Path, elements: int = 1) -> None:
+        self.moments = [Moment(name, folder / str(index)) for index in range(elements)]
+        where = folder / ("0" if elements == 1 else "$SLURM_ARRAY_TASK_ID")
+        self.env = self.moments[0].env | {"MOMENT_DIR": str(where)}  # of the submission, which jobs inherit
+
+    def wait(self) -> None:
+        for moment in self.moments:
+            wait_until((moment.folder / "reached").exists, 200, f"the moment {self.env['MOMENT']}")
+
+    def go(self) -> None:
+        for moment in self.moments:
+            moment.go()
+
+
+def wait_until_stopping(point: Path) -> None:
+    """Until the run has been told to, so that it cannot come to its end instead."""
+    wait_until(lambda: status_of(point).get("state") == "stopping", 60, f"that {point.name} stops")
 
 
 def submit(
-    directory: Path, *overrides: str, job: str = "sft", source: Path | None = None
+    directory: Path, *overrides: str, job: str = "rl", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:
-    """`python -m prl.sft -m hydra/launcher=slurm ...` in `directory`; `source`: another checkout than this one."""
-    environment = os.environ | ({} if source is None else {"PYTHONPATH": str(source)})
-    lines = [*SMALL, f"cache_dir={directory}/cache", *overrides]
+    """`python -m prl.JOB -m hydra/launcher=slurm ...` in `directory`."""
+    lines = [*(SMALL if job == "sft" else SMALL_RL), f"cache_dir={directory}/cache", *overrides]
     command = [sys.executable, "-m", f"prl.{job}", "-m", "hydra/launcher=slurm", "sweep=s", *lines]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=300)
 
 
 def sweep_of(directory: Path) -> dict:
@@ -74,9 +115,7 @@ def status_of(point: Path) -> dict:
 
 def steps_of(point: Path) -> list[int]:
     """Steps in the metrics, in the order written."""
-    path = point / "metrics" / "trainer.0.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row["step"] for row in rows if "loss" in row]
+    return [row["step"] for row in rows(point, "trainer.0") if "loss" in row]
 
 
 def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> None:
@@ -86,20 +125,29 @@ def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> No
         time.sleep(0.2)
 
 
-def wait_for_queue(limit_s: float = 240) -> None:
+def wait_for_queue(limit_s: float = 400) -> None:
     wait_until(lambda: not ask("squeue", "--noheader"), limit_s, "an empty queue")
 
 
 def states(directory: Path) -> dict[str, str]:
     """Job of each element -> its last state in the accounting, which lags behind the queue by seconds."""
-    jobs = ",".join(job["job_id"] for job in sweep_of(directory)["submissions"])
+    submissions = sweep_of(directory)["submissions"]
+    jobs = ",".join(job["job_id"] for job in submissions)
+    elements = {
+        f"{job['job_id']}_{index}" if job["is_array"] else job["job_id"]
+        for job in submissions
+        for index in range(len(job["points"]))
+    }
+    told: dict[str, str] = {}
 
-    def told() -> dict[str, str]:
+    def have_ended() -> bool:
+        told.clear()
         lines = ask("sacct", "-X", "-n", "-P", "-o", "jobid,state", "-j", jobs).splitlines()
-        return dict(line.split("|") for line in lines)
+        told.update(line.split("|") for line in lines)
+        return elements <= set(told) and not {"RUNNING", "PENDING", "REQUEUED"} & set(told.values())
 
-    wait_until(lambda: not {"RUNNING", "PENDING", "REQUEUED"} & set(told().values()), 60, "the end in the accounting")
-    return told()
+    wait_until(have_ended, 60, "the end in the accounting")
+    return told
 
 
 def processes_in(directory: Path) -> list[psutil.Process]:

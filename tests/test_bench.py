@@ -1,6 +1,8 @@
 """Benchmarks: each target as a real process tree with its JSON, and the arithmetic of the summary."""
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +112,7 @@ def test_inference_engine(tmp_path):
     assert all(0 < r["tokens_per_s"]["min"] <= r["tokens_per_s"]["median"] for r in result["rates"])
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_stack(tmp_path):
     small = [o for o in runs.SMALL if not o.startswith(("warm_start", "eval"))]
@@ -206,3 +209,24 @@ def test_profile_tells_exposed_from_hidden_time():
 )
 def test_kernels_find_their_group(name, group):
     assert group_of(name) == group
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "sweep"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_measurement_of_the_engine_can_be_stopped(tmp_path, number, sweep):
+    args = ["bench.target=inference", "bench.steps=100000", f"cache_dir={tmp_path / 'cache'}", "logging=none"]
+    a_sweep = ["-m", "hydra/launcher=local", f"hydra.sweep.dir={tmp_path}/s", *args]
+    args = a_sweep if sweep else [*args, f"output_dir={tmp_path}/s/1"]
+    process = runs.start(args, tmp_path, "prl.bench")
+    try:
+        runs.wait_for(process, lambda: list(tmp_path.glob("s/*/status.json")), "a status", 200)
+        time.sleep(3)
+        process.send_signal(number)
+        output = process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, output
+    assert "Traceback" not in output
+    (status,) = tmp_path.glob("s/*/status.json")
+    assert json.loads(status.read_text())["state"] == "stopped"
+    assert not list(tmp_path.glob("s/*/result.json"))

@@ -7,11 +7,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from prl.config import ConfigError, UserError, compose
 from prl.config.availability import NotAvailableError
-from prl.config.composing import compose_yaml
+from prl.config.composing import compose_yaml, problems, task_overrides
 from prl.config.keys import schema_keys
-from prl.config.locate import conf_dir, config_groups
+from prl.config.locate import added_groups, conf_dir, config_groups
 from prl.config.point import point_label
 from prl.config.schema import RunConfig
+from prl.config.sweep import compose_points
 
 NEEDS = {
     "data=jsonl": ["sft.data.source=x.jsonl"],
@@ -20,7 +21,8 @@ NEEDS = {
     "weight_transport=ipc": ["deployment=colocated"],
     "weight_transport=lora": ["inference=vllm", "memory=lora"],
 }
-CHOICES = [(group, choice) for group, choices in config_groups().items() for choice in choices]
+GROUPS = {group: choices for group, choices in config_groups().items() if group not in added_groups()}
+CHOICES = [(group, choice) for group, choices in GROUPS.items() for choice in choices]
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
@@ -97,6 +99,27 @@ def test_env_list_mixes_choices() -> None:
     assert config.choices["env"] == "reverse_text+countdown"
 
 
+@pytest.mark.parametrize(
+    ("as_dict", "dotted_key"),
+    [
+        ("optim={lr: 0.001}", "optim.lr=0.001"),
+        ("eval={interval: 3}", "eval.interval=3"),
+        ("algo={batch_size: 32}", "algo.batch_size=32"),
+        ("memory_recipe={ac: {mode: selective}}", "memory_recipe.ac.mode=selective"),
+        ("env={mix: {reverse_text: {args: {max_chars: 7}}}}", "env.mix.reverse_text.args.max_chars=7"),
+        ("optim={}", "seed=0"),
+    ],
+)
+def test_a_dict_for_a_group_sets_keys_in_it(as_dict: str, dotted_key: str) -> None:
+    assert compose([as_dict]) == compose([dotted_key])
+    assert [problems([line], "rl") for line in (as_dict, f"{as_dict},{as_dict.partition('=')[2]}")] == [[], []]
+
+
+def test_dicts_for_a_group_are_an_axis() -> None:
+    points = compose_points(["optim={lr: 0.001},{lr: 0.01},sgd"], "rl")
+    assert points == [compose(["optim.lr=0.001"]), compose(["optim.lr=0.01"]), compose(["optim=sgd"])]
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         compose([]).seed = 1  # type: ignore[misc]
@@ -114,3 +137,9 @@ def test_point_label_can_be_pasted_as_an_override() -> None:
     label = point_label(config)
     assert label.startswith("env-reverse_text+countdown_lr-0.001_memory-tight-")
     assert compose([f"output_dir=outputs/{label}"]).output_dir == f"outputs/{label}"
+
+
+def test_overrides_are_read_as_typed():
+    """Hydra's own list of them puts in values, or fails, where one says ${...}."""
+    node = OmegaConf.create({"overrides": {"task": ["seed=${max_steps}", "name=${nope}"]}, "max_steps": 7})
+    assert task_overrides(node) == ["seed=${max_steps}", "name=${nope}"]

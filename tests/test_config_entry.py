@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 def run(cwd: Path, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     return subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -126,7 +126,7 @@ def test_info_defaults_knows_the_alias(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("prl ", "rl sft inference bench plan status cancel compare"),
+        ("prl ", "rl sft inference bench plan status cancel compare doctor"),
         ("prl pl", "plan"),
         ("prl rl memory=ti", "memory=tight"),
         ("prl rl seed=1 optim.l", "optim.lr="),
@@ -149,7 +149,7 @@ def test_prl_without_a_known_command_says_how(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "prl.cli", "rll")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         2,
-        "usage: prl {rl,sft,inference,bench,plan,status,cancel,compare} [overrides]",
+        "usage: prl {rl,sft,inference,bench,plan,status,cancel,compare,doctor} [overrides]",
     )
 
 

@@ -1,8 +1,11 @@
 """Bad configurations: all problems at once, each with its fix."""
 
+import re
+
 import pytest
 
 from prl.config import ConfigError, UserError, compose
+from prl.config.composing import problems as complaints
 from prl.config.sweep import compose_points
 
 
@@ -21,10 +24,27 @@ def problems(overrides: list[str], job: str = "rl") -> list[UserError]:
         ("lr=1", "optim.lr=..."),
         ("memory=tigth", "memory=tight"),
         ("algo=gropo", "algo=grpo"),
+        ("parallelism=8", "parallelism=ep8"),
+        ("optim=null", "optim=adamw"),
+        ("env=[reverse_text,5]", "env=alphabet_sort"),
+        ("~optim=5", "optim=adamw"),
+        ("env=[reverse_text,{a: 1}]", "env=alphabet_sort"),
+        ("memory={ac: {mode: selective}}", "memory_recipe=..."),
+        ("sweeps=5", "sweep=..."),
+        ("sweeps={seed: 1}", "sweep=..."),
+        ("hydra/launcher=5", "hydra/launcher=local, hydra/launcher=slurm"),
+        ("hydra.launcher=5", "hydra.sweep.dir=..., hydra/launcher=local"),
+        ("hydra/launcher={a: 1}", "hydra/launcher=local, hydra/launcher=slurm"),
+        ("hydra/launcher=5,6", "hydra/launcher=local, hydra/launcher=slurm"),
+        ("hydra.launcher=5,6", "hydra.sweep.dir=..., hydra/launcher=local"),
+        ("hydra/launcher=local,slurm", "hydra/launcher=..."),
+        ("hydra.launcher.dry_run=true,false", "hydra.launcher.dry_run=..."),
+        ("hydra=null", "hydra.sweep.dir=..., hydra/launcher=local"),
+        ("hydra.verbose=5", "hydra.verbose=true"),
         ("env=[reverse_text,countdwn]", "env=countdown"),
         ("algo.loss=gsp", "algo.loss=gspo"),
         ("parallelism.dp_shard=many", "parallelism.dp_shard=auto"),
-        ("algo.batch_size=0", "algo.batch_size=1"),
+        ("algo.batch_size=0", "algo.batch_size=128"),
         ("inference.sampling.top_p=2", "inference.sampling.top_p=1.0"),
     ],
 )
@@ -36,6 +56,10 @@ def test_a_bad_override_is_one_problem_with_the_nearest_fix(override: str, fix: 
 def test_unknown_keys_choices_and_groups_are_reported_together() -> None:
     found = problems(["memory=tigth", "algo.los=1", "paralelism=ep2", "+new.key=1"])
     assert [violation.where for violation in found] == ["memory=tigth", "algo.los", "paralelism", "new.key"]
+
+
+def test_a_choice_that_is_a_number_hides_no_other_problem() -> None:
+    assert [violation.where for violation in problems(["optim=5", "algo.los=1"])] == ["optim=5", "algo.los"]
 
 
 def test_a_group_of_another_job_is_unknown() -> None:
@@ -135,6 +159,12 @@ RULES = {
     "a rollout in a row": (["seq_len=128"], "seq_len=256"),
     "overlong buffer": (["algo.length_rule=dapo_overlong"], "algo.overlong_buffer="),
     "greedy pass@k": (["eval.k=4", "eval.temperature=0"], "eval.temperature=1.0"),
+    "greedy pass@k by top_k": (["eval.k=4", "eval.top_k=1"], "eval.top_k=0"),
+    "training on one token": (["inference.sampling.top_k=1"], "inference.sampling.top_k=0"),
+    "training on the best": (["inference.sampling.min_p=1"], "inference.sampling.min_p=0"),
+    "nothing but dense layers": (["model.card.mlp_only_layers=[0,1,2,3]"], "model.card.mlp_only_layers=[]"),
+    "a layer that is not there": (["model.card.mlp_only_layers=[4]"], "model.card.mlp_only_layers=[]"),
+    "a dense layer without size": (["model.card.mlp_only_layers=[0]"], "model.card.intermediate_size=256"),
     "dense experts": (["model=tiny_qwen3", "inference.return_routed_experts=true"], "return_routed_experts=false"),
     "NCCL on one GPU": (["deployment=colocated", "weight_transport=nccl"], "weight_transport=ipc"),
     "IPC between GPUs": (["weight_transport=ipc"], "weight_transport=nccl"),
@@ -156,6 +186,26 @@ def test_a_broken_rule_names_an_override_that_fixes_it(name: str) -> None:
     assert any(fix in violation.fix for violation in problems(overrides)), [v.fix for v in problems(overrides)]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["inference.sampling.top_p=0.9"],
+        ["inference.sampling.min_p=0.1"],
+        ["inference.sampling.top_k=64", "+inference.vllm.max_logprobs=20"],
+        ["inference.sampling.top_k=1"],
+    ],
+    ids=["top_p", "min_p", "max_logprobs", "one token"],
+)
+def test_remedies_for_what_vllm_cannot_say_work(wrong: list[str]) -> None:
+    """Each alternative that is an override, one at a time. Evaluations truncate as they like."""
+    (violation,) = problems(["inference=vllm", *wrong])
+    remedies = [words for words in re.split(r"[;,] (?:or )?", violation.fix) if "=" in words.split()[0]]
+    assert remedies
+    for remedy in remedies:
+        compose(["inference=vllm", *wrong, *remedy.split()])
+    compose(["inference=vllm", "eval.top_p=0.9", "eval.min_p=0.1"])
+
+
 def test_both_names_of_the_memory_group_at_once() -> None:
     assert problems(["memory=tight", "memory_recipe=none"])[0].where == "memory, memory_recipe"
 
@@ -168,6 +218,19 @@ def test_data_without_source_is_missing() -> None:
     assert problems(["data=jsonl"], "sft")[0].fix == "sft.data.source=VALUE on the command line"
 
 
+@pytest.mark.parametrize("tags", ["['${nope}']", "[a,'${nope.deep}']"])
+def test_the_remedy_for_an_element_of_a_list_is_an_override(tags: str) -> None:
+    (violation,) = problems([f"logging.wandb.tags={tags}"])
+    remedy = violation.fix.partition(", or")[0]
+    assert remedy == "logging.wandb.tags=[]"
+    compose([remedy])
+
+
+def test_an_element_of_a_list_that_is_left_open_is_mended_by_its_list() -> None:
+    (violation,) = problems(["logging.wandb.tags=[a,'???']"])
+    assert violation.fix == "logging.wandb.tags=VALUE on the command line"
+
+
 def test_the_points_of_a_sweep_are_checked_together() -> None:
     with pytest.raises(ConfigError) as info:
         compose_points(["parallelism.ep=1,3", "algo.batch_size=128,20"], "rl")
@@ -176,14 +239,15 @@ def test_the_points_of_a_sweep_are_checked_together() -> None:
     assert any("first in the point parallelism.ep=1 algo.batch_size=20" in line for line in where)
 
 
+@pytest.mark.parametrize("env", ["alphabet_sort", "[reverse_text,alphabet_sort]", "countdown,alphabet_sort"])
+def test_a_sweep_may_set_what_only_a_chosen_group_has(env: str) -> None:
+    overrides = [f"env={env}", "env.mix.alphabet_sort.args.turns=2,3", "optim=muon"]
+    assert complaints(overrides, "rl") == []
+    (wrong,) = complaints([*overrides, "env.mix.alphabet_sort.args.turnz=2"], "rl")
+    assert wrong.fix == "env.mix.alphabet_sort.args.turns=..."
+    assert [error.where for error in complaints(overrides[1:], "rl")] == ["env.mix.alphabet_sort.args.turns"]
+
+
 def test_the_points_of_a_sweep_cannot_share_a_directory() -> None:
     with pytest.raises(ConfigError, match="share one output_dir"):
         compose_points(["seed=1,2", "output_dir=x"], "rl")
-
-
-def test_a_server_beyond_loopback_needs_a_key():
-    with pytest.raises(ConfigError, match=r"Anybody who reaches this machine") as caught:
-        compose(["inference.host=0.0.0.0"], "inference")
-    assert "inference.api_key_var=PRL_API_KEY" in str(caught.value)
-    compose(["inference.host=0.0.0.0", "inference.api_key_var=PRL_API_KEY"], "inference")
-    compose([], "inference")

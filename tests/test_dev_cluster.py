@@ -15,7 +15,9 @@ from launch import dev_cluster_files
 from launch.dev_cluster import DevCluster, environment_of, name_of, processes_of_jobs
 from prl.config.errors import UserError
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(600)]
+
+SOON_S = 90  # on a busy machine; what is waited for takes a second or two
 
 # Writes to JOB.said what it starts as and which signals it gets; a SIGTERM ends it, of the first start the Nth.
 TASK = """\
@@ -43,7 +45,7 @@ def _no_job_is_left(slurm):
     yield
     for options in (["--signal=KILL"], ["--signal=KILL", "--full"], []):
         ask("scancel", *options, f"--user={os.getuid()}")
-    wait_until(lambda: not ask("squeue", "--noheader"), 60, "an empty queue")
+    wait_until(lambda: not ask("squeue", "--noheader"), SOON_S, "an empty queue")
 
 
 def sbatch(directory: Path, script: str, *options: str) -> str:
@@ -65,7 +67,7 @@ def said(directory: Path, job: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def wait_for_end(job: str, limit_s: float = 60) -> None:
+def wait_for_end(job: str, limit_s: float = 120) -> None:
     listing = ["squeue", "--noheader", f"--user={os.getuid()}", f"--jobs={job}"]
     wait_until(lambda: not ask(*listing), limit_s, f"end of {job}")
 
@@ -88,7 +90,8 @@ def test_sinfo_shows_two_nodes_of_eight_gpus():
 
 
 def test_an_array_of_whole_nodes_runs_on_both_at_once(tmp_path):
-    script = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $(date +%s.%N); sleep 2; date +%s.%N"
+    meet = "touch at.$SLURMD_NODENAME; until [ -e at.n0 ] && [ -e at.n1 ]; do sleep 0.1; done"
+    script = f"echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $(date +%s.%N); {meet}; date +%s.%N"
     job = sbatch(tmp_path, script, "--array=0-3", "--gres=gpu:8", f"--output={tmp_path}/%a.out")
     wait_for_end(job)
     words = [(tmp_path / f"{index}.out").read_text().split() for index in range(4)]
@@ -98,11 +101,13 @@ def test_an_array_of_whole_nodes_runs_on_both_at_once(tmp_path):
     at_once = [sum(start <= begin < end for start, end in spans) for begin, _ in spans]
     assert max(at_once) == 2
     ends = [f"{job}_{index}|COMPLETED|0:0" for index in range(4)]
-    wait_until(lambda: sorted(accounting(job)) == ends, 10, "COMPLETED in the accounting")
+    wait_until(lambda: sorted(accounting(job)) == ends, SOON_S, "COMPLETED in the accounting")
 
 
 def test_half_a_node_sees_its_own_gpus(tmp_path):
-    jobs = [sbatch(tmp_path, "echo $CUDA_VISIBLE_DEVICES; sleep 2", "--gres=gpu:4", "--nodelist=n0") for _ in range(2)]
+    meet = "touch here.$SLURM_JOB_ID; until [ $(ls here.* | wc -l) = 2 ]; do sleep 0.1; done"
+    script = f"echo $CUDA_VISIBLE_DEVICES; {meet}"
+    jobs = [sbatch(tmp_path, script, "--gres=gpu:4", "--nodelist=n0") for _ in range(2)]
     for job in jobs:
         wait_for_end(job)
     assert sorted(output(tmp_path, job).strip() for job in jobs) == ["0,1,2,3", "4,5,6,7"]
@@ -111,7 +116,7 @@ def test_half_a_node_sees_its_own_gpus(tmp_path):
 def test_accounting_knows_failures_and_their_codes(tmp_path):
     job = sbatch(tmp_path, "exit 3")
     wait_for_end(job)
-    wait_until(lambda: accounting(job) == [f"{job}|FAILED|3:0"], 10, "FAILED in the accounting")
+    wait_until(lambda: accounting(job) == [f"{job}|FAILED|3:0"], SOON_S, "FAILED in the accounting")
 
 
 @pytest.mark.parametrize("option", ["--qos=nowhere", "--account=nowhere", "--partition=nowhere"])
@@ -123,7 +128,7 @@ def test_what_no_cluster_grants_is_refused(tmp_path, option):
 def test_a_qos_and_an_account_are_granted(tmp_path):
     job = sbatch(tmp_path, "true", "--qos=high", "--account=dev")
     wait_for_end(job)
-    wait_until(lambda: accounting(job) == [f"{job}|COMPLETED|0:0"], 10, "COMPLETED in the accounting")
+    wait_until(lambda: accounting(job) == [f"{job}|COMPLETED|0:0"], SOON_S, "COMPLETED in the accounting")
 
 
 def test_scancel_ends_the_whole_tree(tmp_path):
@@ -131,9 +136,9 @@ def test_scancel_ends_the_whole_tree(tmp_path):
     if dev_cluster_files.can_use_cgroups():
         tree, names = f"{tree} (setsid sleep 973 &)", names | {"973"}  # in the end a child of nobody
     job = sbatch(tmp_path, f"srun bash -c '{tree} ; sleep 974' & sleep 975 & wait")
-    wait_until(lambda: sleepers(job) == names, 20, f"a tree of {names}")
+    wait_until(lambda: sleepers(job) == names, SOON_S, f"a tree of {names}")
     ask("scancel", job)
-    wait_until(lambda: not sleepers(job), 10, "end of the tree")
+    wait_until(lambda: not sleepers(job), SOON_S, "end of the tree")
     wait_for_end(job)
 
 
@@ -155,26 +160,27 @@ def sleepers(job: str) -> set[str]:
 
 def test_a_requeued_job_starts_again_and_knows_it(tmp_path):
     job = sbatch(tmp_path, task(tmp_path))
-    wait_until(lambda: "start 0" in said(tmp_path, job), 20, "start")
+    wait_until(lambda: "start 0" in said(tmp_path, job), SOON_S, "start")
     ask("scontrol", "requeue", job)
-    wait_until(lambda: "start 1" in said(tmp_path, job), 60, "second start")
+    wait_until(lambda: "start 1" in said(tmp_path, job), SOON_S, "second start")
     assert said(tmp_path, job) == ["start 0", "SIGTERM", "start 1"]
     ask("scancel", job)
-    wait_until(lambda: len(accounting(job, "--duplicates")) == 2, 10, "both starts in the accounting")
-    states = [line.split("|")[1] for line in accounting(job, "--duplicates")]
-    assert states[0] == "REQUEUED"
-    assert states[1].startswith("CANCELLED")
+
+    def ends() -> list[str]:
+        return [line.split("|")[1].partition(" by ")[0] for line in accounting(job, "--duplicates")]
+
+    wait_until(lambda: ends() == ["REQUEUED", "CANCELLED"], SOON_S, "the ends of both starts in the accounting")
 
 
 @pytest.mark.exhaustive
 def test_preemption_warns_the_tasks_and_requeues(tmp_path):
     job = sbatch(tmp_path, task(tmp_path, terms=2), "--partition=preemptible", "--gres=gpu:8")
-    wait_until(lambda: "start 0" in said(tmp_path, job), 20, "start")
+    wait_until(lambda: "start 0" in said(tmp_path, job), SOON_S, "start")
     other = sbatch(tmp_path, "true", "--nodes=2", "--exclusive")
-    wait_until(lambda: "SIGTERM" in said(tmp_path, job), 60, "the warning")
+    wait_until(lambda: "SIGTERM" in said(tmp_path, job), SOON_S, "the warning")
     assert ask("squeue", "--noheader", f"--jobs={job}", "--format=%T") == "RUNNING"  # it may save, for GraceTime
     wait_until(lambda: "start 1" in said(tmp_path, job), 120, "second start")
-    wait_until(lambda: accounting(other) == [f"{other}|COMPLETED|0:0"], 10, "the other job in the accounting")
+    wait_until(lambda: accounting(other) == [f"{other}|COMPLETED|0:0"], SOON_S, "the other job in the accounting")
     assert f"{job}|PREEMPTED|0:0" in accounting(job, "--duplicates")
 
 
@@ -184,7 +190,7 @@ def test_the_requested_signal_comes_before_the_end(tmp_path):
     trap = f"trap 'echo batch USR1 >> $SLURM_JOB_ID.said' USR1; {task(tmp_path)} & wait; wait"
     batch = sbatch(tmp_path, trap, "--time=1", "--signal=B:USR1@50")
     tasks = sbatch(tmp_path, trap, "--time=1", "--signal=USR1@50")
-    wait_until(lambda: len(said(tmp_path, batch) + said(tmp_path, tasks)) == 4, 60, "the signals")
+    wait_until(lambda: len(said(tmp_path, batch) + said(tmp_path, tasks)) == 4, 120, "the signals")
     assert said(tmp_path, batch) == ["start 0", "batch USR1"]
     assert said(tmp_path, tasks) == ["start 0", "SIGUSR1"]
 
@@ -200,22 +206,24 @@ def test_tasks_of_two_nodes_know_which_they_are(tmp_path):
 def test_a_dead_node_is_noticed_and_its_job_goes_on_when_it_is_back(slurm, tmp_path):
     victim, other = (sbatch(tmp_path, task(tmp_path), "--gres=gpu:8", f"--nodelist={n}") for n in ("n1", "n0"))
     for job in (victim, other):
-        wait_until(lambda job=job: "start 0" in said(tmp_path, job), 20, "start")
+        wait_until(lambda job=job: "start 0" in said(tmp_path, job), SOON_S, "start")
     assert len(processes_of_jobs(slurm.conf, "n1")) >= 5  # two steps, the batch script, srun, the task
     started = time.monotonic()
     slurm.kill_node("n1")
     assert processes_of_jobs(slurm.conf, "n1") == []
     assert not slurm.is_up
     state = ["sinfo", "--noheader", "--Node", "--nodes=n1", "--partition=main", "--format=%T"]
-    wait_until(lambda: ask(*state).startswith("down"), 40, "the node's death in sinfo")
-    assert time.monotonic() - started < 30
-    wait_until(lambda: ask("squeue", "--noheader", f"--jobs={victim}", "--format=%T") == "PENDING", 10, "the requeue")
+    wait_until(lambda: ask(*state).startswith("down"), 120, "the node's death in sinfo")
+    assert time.monotonic() - started < 75
+    wait_until(
+        lambda: ask("squeue", "--noheader", f"--jobs={victim}", "--format=%T") == "PENDING", SOON_S, "the requeue"
+    )
     slurm.start_node("n1")
-    wait_until(lambda: "start 1" in said(tmp_path, victim), 60, "second start")
+    wait_until(lambda: "start 1" in said(tmp_path, victim), SOON_S, "second start")
     assert said(tmp_path, victim) == ["start 0", "start 1"]  # nobody was told
     assert said(tmp_path, other) == ["start 0"]
     assert slurm.is_up
-    wait_until(lambda: f"{victim}|NODE_FAIL|0:0" in accounting(victim, "--duplicates"), 10, "NODE_FAIL")
+    wait_until(lambda: f"{victim}|NODE_FAIL|0:0" in accounting(victim, "--duplicates"), SOON_S, "NODE_FAIL")
 
 
 # --- up and down ------------------------------------------------------------------------------------------------------
@@ -223,7 +231,7 @@ def test_a_dead_node_is_noticed_and_its_job_goes_on_when_it_is_back(slurm, tmp_p
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch.dev_cluster", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent.parent)
 
 
 def processes_with(conf: Path) -> list[int]:
@@ -249,7 +257,9 @@ def test_a_second_cluster_meets_no_other_and_goes_without_a_trace(slurm, short_p
     command = ["sbatch", "--parsable", f"--output={short_path}/job.out", *line]
     job = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
     wait_until(
-        lambda: "sleep" in {name_of(Path(f"/proc/{pid}")) for pid in processes_with(second.conf)}, 20, "the job's start"
+        lambda: "sleep" in {name_of(Path(f"/proc/{pid}")) for pid in processes_with(second.conf)},
+        SOON_S,
+        "the job's start",
     )
     assert job not in ask("squeue", "--noheader", "--format=%A").split()
     down = run_command("down", "--purge", f"--dir={short_path}")

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from launch.dry_run import COMMANDS, differences
-from prl.planning.run_plan import plan_from_json
+from launch.dry_run import differences
+from launch.roles import COMMANDS, SECTIONS
+from prl.planning.run_plan import RoleName, plan_from_json
 
 GOLDEN = Path(__file__).parent / "golden"
 ASKED = [
@@ -37,7 +39,7 @@ def dry_run(directory: Path, *overrides: str) -> str:
     name = [] if any(line.startswith("sweep=") for line in overrides) else ["sweep=s"]
     command = [sys.executable, "-m", "prl.rl", "-m", "hydra.launcher.dry_run=true", *launcher, *name, *overrides]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -89,3 +91,7 @@ def test_differences():
         "d": 2,
         "e.f": None,
     }
+
+
+def test_every_kind_of_role_is_shown():
+    assert set(SECTIONS) == set(get_args(RoleName))

@@ -151,6 +151,7 @@ class NotAnEnvironment:
         ("reverse_text", {"min_chars": 5, "max_chars": 4}, "refuses its arguments"),
         ("alphabet_sort", {"turns": 0}, "refuses its arguments"),
         (f"{__name__}:NotAnEnvironment", {}, "is not a prl.envs.protocol.Environment"),
+        ("os:abort", {}, "is not a prl.envs.protocol.Environment.*not a class"),
         ("prl.envs.protocol:Environment", {}, "refuses its arguments.*abstract"),
     ],
 )

@@ -26,7 +26,10 @@ def _release():
 class Misbehaving(Environment):
     """What goes wrong is the task's own prompt."""
 
-    KINDS = ("fine", "raise", "stop", "exit", "nan", "none", "hang", "rollout raises", "not json", "wait")
+    KINDS = (
+        *("fine", "raise", "stop", "exit", "nan", "none", "hang", "rollout raises", "not json", "wait"),
+        *("text for a message", "cancelled", "leaves"),
+    )
 
     def tasks(self, split):
         return [Task(f"{split}/{kind}", (user(kind),)) for kind in self.KINDS]
@@ -37,6 +40,12 @@ class Misbehaving(Environment):
             raise LookupError("no such thing")
         if kind == "not json":
             await chat.reply({"role": "user", "content": {1, 2}})
+        if kind == "text for a message":
+            await chat.reply("hello")
+        if kind == "cancelled":
+            raise asyncio.CancelledError
+        if kind == "leaves":
+            sys.exit(4)
         if kind == "wait":
             await asyncio.sleep(3600)
         await chat.reply(*task.prompt)
@@ -86,15 +95,18 @@ def index_of(kind):
         ("stop", "StopIteration"),
         ("exit", "SystemExit: 3"),
         ("nan", "the reward is nan"),
-        ("none", "TypeError.*NoneType"),
-        ("hang", "no reward after 0.2 s"),
+        ("none", "the reward is None, not a number"),
+        ("hang", "no reward after 2.0 s"),
         ("rollout raises", "LookupError: no such thing"),
-        ("not json", "TypeError.*set is not JSON"),
+        ("not json", r"messages\[0\].content is a set"),
+        ("text for a message", r"messages\[0\] is a str"),
+        ("cancelled", "CancelledError"),
+        ("leaves", "SystemExit: 4"),
     ],
 )
 def test_a_misbehaving_rollout_fails_alone(kind, message):
     async def scenario():
-        async with serving(Misbehaving(), reward_timeout_s=0.2) as (worker, client, main):
+        async with serving(Misbehaving(), reward_timeout_s=2) as (worker, client, main):
             assert client.counts == {"train": len(Misbehaving.KINDS), "held_out": len(Misbehaving.KINDS)}
             good = [client.run("train", 0, say_hello) for _ in range(3)]
             bad = client.run("held_out", index_of(kind), say_hello)
@@ -169,7 +181,7 @@ def test_what_the_orchestrator_cancels_ends_in_the_worker_too():
 
             with pytest.raises(RuntimeError, match="the engine is gone"):
                 await client.run("train", 0, fail)
-            for _ in range(100):
+            for _ in range(3000):
                 if not worker.running:
                     break
                 await asyncio.sleep(0.02)
@@ -185,7 +197,7 @@ def test_too_many_stuck_rewards_end_the_process():
             hangs = [client.run("train", index_of("hang"), say_hello) for _ in range(MAX_STUCK_REWARDS)]
             await asyncio.gather(*hangs, return_exceptions=True)
             with pytest.raises(TooManyStuckRewards, match="8 rewards of env/toy never returned"):
-                await asyncio.wait_for(main, 5)
+                await asyncio.wait_for(main, 60)
 
     asyncio.run(scenario())
 
@@ -198,9 +210,10 @@ def test_rewards_that_come_late_are_not_stuck():
                 await asyncio.gather(*hangs, return_exceptions=True)
                 assert len(worker.stuck) == MAX_STUCK_REWARDS - 1
                 RELEASE.set()
-                await asyncio.sleep(0.3)
+                async with asyncio.timeout(60):
+                    while worker.stuck:
+                        await asyncio.sleep(0.02)
                 RELEASE.clear()
-                assert not worker.stuck
             assert not main.done()
 
     asyncio.run(scenario())
@@ -224,7 +237,7 @@ def test_a_lost_process_fails_its_rollouts_and_a_new_one_is_found():
                 await asyncio.sleep(0.01)
             await worker.socket.close()
             with pytest.raises(RolloutFailed, match="went away"):
-                await asyncio.wait_for(waiting, 5)
-            assert await asyncio.wait_for(client.run("train", 0, say_hello), 5) == ("train/fine", Score(0.25))
+                await asyncio.wait_for(waiting, 60)
+            assert await asyncio.wait_for(client.run("train", 0, say_hello), 60) == ("train/fine", Score(0.25))
 
     asyncio.run(scenario())

@@ -6,19 +6,20 @@ import torch.distributed as dist
 from expert_ranks import EXPERTS, HIDDEN, RATE, TESTS, TOKENS, TOP_K, load_biases, run_balance, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import dense_card, moe_card, random_model
+from tiny import dense_card, moe_card, moe_checkpoint, random_model
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from trainer_ranks import Job
 
 from prl.config import compose
-from prl.config.errors import ConfigError
+from prl.config.errors import ConfigError, UserError
 from prl.models.all_to_all_dispatch import Route
 from prl.models.attention import packed_attention
-from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.checkpoint import hf_tensors
 from prl.models.expert_dispatch import LocalDispatch, collect, sort_by_expert, spread
 from prl.models.moe import Experts, route
 from prl.planning.run_plan import MeshPlan
+from prl.runtime.preflight import check_machine
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.world import build_world
 
@@ -105,9 +106,7 @@ def test_experts_are_the_weighted_sum_of_their_mlps():
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_checkpoint(hf_tensors(random_model(moe_card(), std=0.1)), path, moe_card())
-    return str(path)
+    return str(moe_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +257,6 @@ DEEPEP = ["parallelism=ep2", "parallelism.ep_comm_backend=deepep", "model.dtype=
 @pytest.mark.parametrize(
     ("job", "overrides", "message"),
     [
-        ("rl", DEEPEP, "DeepEP is not installed"),
         ("rl", [*DEEPEP, "model.dtype=float32"], "cannot carry float32"),
         ("rl", [*DEEPEP, "deployment.device=cpu"], "on GPUs only"),
         ("rl", [*DEEPEP, "parallelism.ep=1"], "nothing for DeepEP to carry"),
@@ -274,7 +272,16 @@ def test_what_cannot_run_is_refused(job, overrides, message):
         compose(overrides, job)
 
 
-def test_what_can_run_is_not_refused(monkeypatch):
+def test_deepep_is_asked_for_where_the_job_starts(monkeypatch, tmp_path):
+    """And not where it is planned: a login node has no kernels."""
+    config = compose([*DEEPEP, f"cache_dir={tmp_path}"])
+    with pytest.raises(UserError, match=r"DeepEP is not installed(.|\n)*DeepEP@v1") as refused:
+        check_machine(config)
+    assert ("parallelism.ep_comm_backend=torch",) in refused.value.remedies
     monkeypatch.syspath_prepend(str(TESTS / "stand_ins"))
+    check_machine(config)
+
+
+def test_what_can_run_is_not_refused():
     assert compose(DEEPEP).parallelism.ep_comm_backend == "deepep"
     assert compose(["model.router_bias_update_rate=0.001"], "sft").model.router_bias_update_rate == 0.001

@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import ModelCard, OptimConfig
+from prl.models import hf_names
 from prl.models.attention import packed_attention
 from prl.models.checkpoint import check_card, copy_tokenizer, hf_tensors, load_checkpoint, read_tensors, save_checkpoint
 from prl.models.hf_causal_lm import HFCausalLM, build_hf_model
+from prl.models.hf_names import checkpoint_regions
 from prl.planning.run_plan import MeshPlan
 from prl.trainer import parallelize
 from prl.trainer.activation_offload import apply_activation_offload
@@ -82,6 +84,20 @@ def card_of(model) -> ModelCard:
         family="other", **sizes, vocab_size=config.vocab_size, tie_word_embeddings=config.tie_word_embeddings,
         num_key_value_heads=config.to_dict().get("num_key_value_heads", heads), head_dim=sizes["hidden_size"] // heads,
     )  # fmt: skip
+
+
+def test_matrices_are_told_from_vectors_where_transformers_squeezes(monkeypatch):
+    """5.19 does so to each part of what it takes apart; later ones only to the dimension that it splits."""
+    model = plain_model("qwen3_moe")
+    expected = checkpoint_regions(model)
+    revert = hf_names.revert_weight_conversion
+
+    def squeezed(lm, tensors):
+        return {name: tensor.squeeze() for name, tensor in revert(lm, tensors).items()}
+
+    monkeypatch.setattr(hf_names, "revert_weight_conversion", squeezed)
+    assert checkpoint_regions(model) == expected
+    assert len([region for region in expected.values() if region.expert is not None]) > 4
 
 
 def adapt(model, path) -> HFCausalLM:

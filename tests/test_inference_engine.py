@@ -10,6 +10,7 @@ from tiny import END, VOCAB, dense_card, moe_card, random_model
 
 from prl.config.schema import InferenceConfig
 from prl.inference.engine import TorchEngine
+from prl.inference.isolation import MAX_FAILED_STEPS
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request, Sequence
 from prl.models.attention import packed_attention
@@ -145,7 +146,7 @@ def test_routed_experts_are_those_of_a_full_forward_pass() -> None:
         routed = sequence.routed_experts()
         assert routed.shape == (len(sequence.token_ids) - 1, 2, 2)
         assert routed.dtype == "uint8"
-        assert torch.equal(torch.from_numpy(routed), recorder.stacked()[:-1])
+        assert torch.equal(torch.from_numpy(routed), recorder.stacked(engine.model.card)[:-1])
 
 
 def test_bfloat16_stays_near_float32() -> None:
@@ -161,6 +162,11 @@ def test_weights_that_give_nan_are_named_instead_of_sampled() -> None:
     with torch.no_grad():
         model.norm.weight.fill_(torch.nan)
     engine = make_engine(model)
+    for _ in range(MAX_FAILED_STEPS - 1):
+        add(engine, prompt(5))
+        (failed,) = engine.step()
+        assert failed.completion_ids == []
+        assert "weight version 0" in str(failed.error)
     add(engine, prompt(5))
     with pytest.raises(RuntimeError, match="weight version 0"):
         engine.step()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import http.client
 
 import pytest
-from inference_server import TOKEN, running_server
+from inference_server import CONTROL, TOKEN, running_server
 
 from prl.config.errors import UserError
-from prl.inference.guard import api_keys
+from prl.inference.guard import user_key
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,10 @@ def test_without_a_key_variable_only_servers_on_their_own_are_open(cache_dir, jo
     with running_server([], cache_dir, job=job) as client:
         for key in (None, "", "anything"):
             assert client.get("/v1/models", key=key).status == status
-            assert client.post("/pause?mode=keep", key=key).status == status
+            assert client.post("/pause?mode=keep", key=key).status == 401
         assert client.get("/v1/models", key=TOKEN).status == 200
+        assert client.post("/pause?mode=keep", key=TOKEN).status == 401, "who samples does not control"
+        assert client.post("/resume", key=CONTROL).status == 200
 
 
 def test_an_open_server_answers_no_web_pages(cache_dir) -> None:
@@ -31,7 +33,7 @@ def test_an_open_server_answers_no_web_pages(cache_dir) -> None:
         statuses = []
         for headers in ({}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}):
             connection = http.client.HTTPConnection("127.0.0.1", client.port)
-            connection.request("POST", "/pause?mode=keep", headers=headers)
+            connection.request("GET", "/v1/models", headers=headers)
             statuses.append(connection.getresponse().status)
             connection.close()
         assert statuses == [200, 401, 401, 401]
@@ -43,4 +45,4 @@ def test_a_key_variable_without_a_key_is_a_user_error(monkeypatch, value: str | 
     if value is not None:
         monkeypatch.setenv("PRL_TEST_KEY", value)
     with pytest.raises(UserError, match="PRL_TEST_KEY"):
-        api_keys("PRL_TEST_KEY", TOKEN)
+        user_key("PRL_TEST_KEY")

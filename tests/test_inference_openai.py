@@ -7,7 +7,7 @@ import time
 
 import openai
 import pytest
-from inference_server import TOKEN, Client, running_server
+from inference_server import LIMIT_S, TOKEN, Client, running_server, slow_steps
 from openai_requests import ASKED, check_completions, check_models_and_refusals, check_stream, make_client
 
 
@@ -44,15 +44,16 @@ def test_what_the_engine_does_not_have_is_refused_by_name(client, wish):
 
 def test_the_first_tokens_of_a_stream_come_before_the_last(client, server):
     """And who hangs up takes the generation along."""
-    stream = client.chat.completions.create(
-        **{**ASKED, "max_tokens": 120}, stream=True, extra_body={"ignore_eos": True, "return_token_ids": True}
-    )
-    pieces = [piece for chunk in (next(stream) for _ in range(2)) for piece in chunk.choices]
-    assert 0 < len(pieces[1].token_ids) < 120
-    assert pieces[1].finish_reason is None
-    server.until("num_requests_running", 1)
-    stream.close()
-    server.until("num_requests_running", 0)
+    with slow_steps():
+        stream = client.chat.completions.create(
+            **{**ASKED, "max_tokens": 120}, stream=True, extra_body={"ignore_eos": True, "return_token_ids": True}
+        )
+        pieces = [piece for chunk in (next(stream) for _ in range(2)) for piece in chunk.choices]
+        assert 0 < len(pieces[1].token_ids) < 120
+        assert pieces[1].finish_reason is None
+        server.until("num_requests_running", 1)
+        stream.close()
+        server.until("num_requests_running", 0)
 
 
 def test_a_stream_waits_while_the_engine_is_paused(client, server):
@@ -69,5 +70,5 @@ def test_a_stream_waits_while_the_engine_is_paused(client, server):
     time.sleep(0.2)
     assert "".join(text) == ""
     server.post("/resume")
-    reader.join(20)
+    reader.join(LIMIT_S)
     assert "".join(text) == whole

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from prl.inference.sampling import SamplingParams, SamplingTable, gumbel_noise, sample, sequence_seed
+from prl.inference.sampling import (
+    SamplingParams,
+    SamplingTable,
+    draw,
+    gumbel_noise,
+    log_distribution,
+    sequence_seed,
+)
 
 V = 12
 CPU = torch.device("cpu")
@@ -15,6 +22,11 @@ CPU = torch.device("cpu")
 
 def table(params: list[SamplingParams], seeds: list[int], eos: tuple[int, ...] = (), prompt: int = 0) -> SamplingTable:
     return SamplingTable.build(params, seeds, [prompt] * len(params), eos, V, CPU)
+
+
+def sample(logits: torch.Tensor, t: SamplingTable, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for each row of logits [B, V], and its log-probability."""
+    return draw(log_distribution(logits, t, positions), t, positions)
 
 
 def reference(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
@@ -123,6 +135,8 @@ def test_seeds_beyond_32_bits_differ_and_completions_of_one_request_get_their_ow
         {"temperature": -1.0},
         {"temperature": math.nan},
         {"temperature": math.inf},
+        {"temperature": 1001.0},
+        {"max_tokens": 1 << 31},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -2},

@@ -7,11 +7,12 @@ import io
 import json
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from inference_server import TOKEN, Client, running_server
+from inference_server import CONTROL, LIMIT_S, TOKEN, Client, running_server, slow_steps
 from jinja2 import TemplateError
 from weight_updates import published, update, weights
 
@@ -19,7 +20,7 @@ from prl.models.chat import ChatRenderer
 from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_watch import parse_loads
-from prl.transport.weights import FilesystemPublisher, SharedMemoryPublisher
+from prl.transport.weights import FilesystemPublisher, Publisher, SharedMemoryPublisher
 
 OVERRIDES = ["inference.return_routed_experts=true", "inference.api_key_var=PRL_TEST_KEY", "inference.max_num_seqs=32"]
 
@@ -55,7 +56,9 @@ def test_generate_answers_in_the_shape_of_the_protocol(client: Client) -> None:
     version = client.get("/weight_info").body["weight_version"]
     assert reply["request_id"] == "abc"
     assert reply["model"] == "tiny_qwen3_moe"
-    assert reply["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
+    assert reply["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
     assert reply["prompt_token_ids"] == [258, 104, 105, 256, 259]
     assert [choice["index"] for choice in reply["choices"]] == [0, 1]
     for choice in reply["choices"]:
@@ -111,7 +114,7 @@ def test_the_same_seed_gives_the_same_completion_among_other_requests(client: Cl
         ({"token_ids": [1], "priority": "high"}, "priority"),
         ({"token_ids": [1], "sampling_params": []}, "sampling_params"),
         ({"token_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
-        ({"token_ids": [1], "sampling_params": {"temperature": float("nan")}}, "temperature"),
+        ({"token_ids": [1], "sampling_params": {"temperature": float("nan")}}, "NaN is no number"),
         pytest.param({"token_ids": [1], "sampling_params": {"temperature": 10**400}}, "temperature", id="huge"),
         ({"token_ids": [10**30]}, "token ids"),
         ({"token_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
@@ -224,9 +227,11 @@ def test_metrics_say_how_full_the_engine_is(client: Client) -> None:
     seats = client.ctx.plan.config.inference.max_num_seqs
     before = parse_loads(client.get("/metrics").body)["0"]
     assert (before.running, before.waiting, before.kv_usage) == (0, 0, 0.0)
-    pending = [client.start_generate(f"r{i}", n=seats // 4, max_tokens=200) for i in range(6)]
-    client.until("num_requests_running", seats)
-    client.post("/pause?mode=keep")
+    with slow_steps():
+        pending = [client.start_generate(f"r{i}", n=seats // 4, max_tokens=200) for i in range(6)]
+        client.until("num_requests_running", seats)
+        client.until("num_requests_waiting", seats // 2)
+        client.post("/pause?mode=keep")
     full = parse_loads(client.get("/metrics").body)["0"]
     client.post("/resume")
     assert [p.result().status for p in pending] == [200] * 6
@@ -245,8 +250,10 @@ def test_load_counts_requests_also_while_paused(client: Client) -> None:
 
 def test_the_heart_beats_while_idle(client: Client) -> None:
     before = client.ctx.beats
-    time.sleep(0.35)
-    assert client.ctx.beats - before >= 2
+    deadline = time.monotonic() + LIMIT_S
+    while client.ctx.beats < before + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 # --- pause, abort, disconnect -----------------------------------------------------------------------------------------
@@ -254,9 +261,11 @@ def test_the_heart_beats_while_idle(client: Client) -> None:
 
 def test_keep_freezes_running_requests_and_holds_new_ones(client: Client) -> None:
     undisturbed = client.generate("a", seed=3, max_tokens=200).body["choices"][0]
-    running = client.start_generate("a", seed=3, max_tokens=200)
-    client.until("num_requests_running", 1)
-    assert client.post("/pause?mode=keep").body == {"status": "paused"}
+    with slow_steps():
+        running = client.start_generate("a", seed=3, max_tokens=200)
+        client.until("num_requests_running", 1)
+        assert client.post("/pause?mode=keep").body == {"status": "paused"}
+    assert not running.done()
     held = client.start_generate("b", seed=4)
     client.until("num_requests_waiting", 1)
     done = client.metric("generation_tokens_total")
@@ -269,10 +278,11 @@ def test_keep_freezes_running_requests_and_holds_new_ones(client: Client) -> Non
 
 
 def test_wait_lets_running_requests_finish_and_holds_new_ones(client: Client) -> None:
-    running = client.start_generate("a", max_tokens=100)
-    client.until("num_requests_running", 1)
-    assert client.post("/pause?mode=wait").status == 200
-    assert len(running.result(timeout=5).body["choices"][0]["token_ids"]) == 100
+    with slow_steps():
+        running = client.start_generate("a", max_tokens=40)
+        client.until("num_requests_running", 1)
+        assert client.post("/pause?mode=wait").status == 200
+    assert len(running.result(timeout=LIMIT_S).body["choices"][0]["token_ids"]) == 40
     held = client.start_generate("b")
     client.until("num_requests_waiting", 1)
     client.post("/resume")
@@ -280,10 +290,11 @@ def test_wait_lets_running_requests_finish_and_holds_new_ones(client: Client) ->
 
 
 def test_abort_ends_all_with_what_they_have(client: Client) -> None:
-    running = client.start_generate("a", max_tokens=250, n=2)
-    client.until("num_requests_running", 2)
-    client.post("/pause")  # mode abort
-    choices = running.result(timeout=5).body["choices"]
+    with slow_steps():
+        running = client.start_generate("a", max_tokens=250, n=2)
+        client.until("num_requests_running", 2)
+        client.post("/pause")  # mode abort
+    choices = running.result(timeout=LIMIT_S).body["choices"]
     assert [c["finish_reason"] for c in choices] == ["abort", "abort"]
     assert all(len(c["logprobs"]["content"]) == len(c["token_ids"]) < 250 for c in choices)
     client.post("/resume")
@@ -294,7 +305,7 @@ def test_single_requests_are_aborted_by_id_held_ones_too(client: Client) -> None
     futures = {name: client.start_generate(name, max_tokens=5) for name in ("a", "b", "c")}
     client.until("num_requests_waiting", 3)
     assert client.post("/abort_requests", {"request_ids": ["b", "zzz"]}).body == {"status": "aborted", "aborted": 1}
-    empty = futures["b"].result(timeout=5).body["choices"][0]
+    empty = futures["b"].result(timeout=LIMIT_S).body["choices"][0]
     assert (empty["finish_reason"], empty["token_ids"], empty["routed_experts"]) == ("abort", [], None)
     client.post("/resume")
     assert [futures[name].result().body["choices"][0]["finish_reason"] for name in "ac"] == ["length", "length"]
@@ -310,21 +321,22 @@ def test_a_client_that_hangs_up_takes_its_request_along(client: Client, paused: 
     ).encode()
     head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     before = client.metric("generation_tokens_total")
-    with socket.create_connection(("127.0.0.1", client.port)) as raw:
-        raw.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        client.until("num_requests_waiting" if paused else "num_requests_running", 8)
-    client.until("num_requests_waiting", 0)
-    client.until("num_requests_running", 0)
+    with slow_steps():
+        with socket.create_connection(("127.0.0.1", client.port)) as raw:
+            raw.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            client.until("num_requests_waiting" if paused else "num_requests_running", 8)
+        client.until("num_requests_waiting", 0)
+        client.until("num_requests_running", 0)
     assert client.metric("generation_tokens_total") - before < 8 * 250
     if paused:
         client.post("/resume")
 
 
 def test_control_is_carried_through_when_its_client_hangs_up(client: Client) -> None:
-    running = client.start_generate("a", max_tokens=150)
-    client.until("num_requests_running", 1)
-    with socket.create_connection(("127.0.0.1", client.port)) as raw:
-        raw.sendall(f"POST /sleep?mode=wait HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+    with slow_steps(), socket.create_connection(("127.0.0.1", client.port)) as raw:
+        running = client.start_generate("a", max_tokens=150)
+        client.until("num_requests_running", 1)
+        raw.sendall(f"POST /sleep?mode=wait HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {CONTROL}\r\n\r\n".encode())
         while not client.get("/is_paused").body["is_paused"]:  # while it waits for the request
             time.sleep(0.002)
     assert running.result().body["choices"][0]["finish_reason"] == "length"
@@ -365,19 +377,32 @@ def test_requests_sent_while_paused_give_the_same_bits_in_any_order_of_arrival(c
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "shared_memory"])
+@pytest.fixture
+def mapping(cache_dir):
+    """A server that takes weights by shared memory."""
+    with running_server(["weight_transport=shared_memory"], cache_dir) as client:
+        yield client
+
+
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
-def test_weights_are_swapped_in_flight(client: Client, tmp_path, transport: str, paused: bool) -> None:
-    path = tmp_path / "weights"
-    publisher = FilesystemPublisher(path, 2) if transport == "filesystem" else SharedMemoryPublisher(path)
+def test_weights_are_swapped_in_flight(client: Client, paused: bool) -> None:
+    swap(client, FilesystemPublisher(client.ctx.run_dir / "weights", 2), paused)
+
+
+def test_weights_are_swapped_by_shared_memory(mapping: Client) -> None:
+    swap(mapping, SharedMemoryPublisher(Path(mapping.ctx.shared_memory)), paused=False)
+
+
+def swap(client: Client, publisher: Publisher, paused: bool) -> None:
     before = client.get("/weight_info").body["weight_version"]
     version = str(int(before) + 1)
     info = published(publisher, int(version), weights(client, seed=int(version)))
-    running = client.start_generate("a", max_tokens=240, n=4)
-    client.until("num_requests_running", 4)
-    if paused:
-        client.post("/pause?mode=keep")
-    update(client, info, version)
+    with slow_steps():
+        running = client.start_generate("a", max_tokens=240, n=4)
+        client.until("num_requests_running", 4)
+        if paused:
+            client.post("/pause?mode=keep")
+        update(client, info, version)
     publisher.acknowledge()
     assert client.get("/weight_info").body == {"weight_version": version}
     if paused:
@@ -400,25 +425,25 @@ def greedy(model: Qwen3Model, ids: list[int]) -> int:
         return int(model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attend))[-1].argmax())
 
 
-def test_updates_out_of_order_or_damaged_change_nothing(client: Client, tmp_path) -> None:
+def test_updates_out_of_order_or_damaged_change_nothing(client: Client) -> None:
     version = client.get("/weight_info").body
     assert client.post("/update_weights", {"update_info": {}}).status == 400
     assert client.post("/finish_weight_update").status == 400
     client.post("/start_weight_update")
     assert client.post("/finish_weight_update", {"weight_version": "99"}).status == 400  # nothing came
     client.post("/start_weight_update")
-    info = published(FilesystemPublisher(tmp_path / "weights", 2), 99, weights(client, 99))
-    damaged = tmp_path / "weights" / "step_99" / "model.safetensors"
+    info = published(FilesystemPublisher(client.ctx.run_dir / "weights", 2), 99, weights(client, 99))
+    damaged = client.ctx.run_dir / "weights" / "step_99" / "model.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
     reply = client.post("/update_weights", {"update_info": info})
     assert reply.status == 400
     assert "damaged" in reply.body["error"]["message"]
-    gone = {"type": "filesystem", "path": str(tmp_path / "nowhere")}
+    gone = {"type": "filesystem", "path": str(client.ctx.run_dir / "weights/step_98"), "version": 98}
     for wrong in (
         gone,
-        {"type": "filesystem", "path": 3},
+        {"type": "filesystem", "path": 3, "version": 99},
         {"type": "shared_memory", "path": "/dev/null"},
         {"type": "x"},
     ):
@@ -428,9 +453,9 @@ def test_updates_out_of_order_or_damaged_change_nothing(client: Client, tmp_path
     assert client.generate().status == 200
 
 
-def test_level_2_sleep_refuses_to_generate_until_weights_come(client: Client, tmp_path) -> None:
+def test_level_2_sleep_refuses_to_generate_until_weights_come(client: Client) -> None:
     version = client.get("/weight_info").body["weight_version"]
-    info = published(FilesystemPublisher(tmp_path / "weights", 2), 1, weights(client, 1))
+    info = published(FilesystemPublisher(client.ctx.run_dir / "weights", 2), 1, weights(client, 1))
     assert client.post("/sleep?level=2").status == 200
     assert client.get("/is_sleeping").body == {"is_sleeping": True}
     assert client.generate().status == 503
@@ -447,9 +472,10 @@ def test_level_2_sleep_refuses_to_generate_until_weights_come(client: Client, tm
 
 def test_level_1_sleep_keeps_running_requests_for_later(client: Client) -> None:
     undisturbed = client.generate("a", seed=3, max_tokens=150).body["choices"][0]["token_ids"]
-    running = client.start_generate("a", seed=3, max_tokens=150)
-    client.until("num_requests_running", 1)
-    client.post("/sleep?level=1")
+    with slow_steps():
+        running = client.start_generate("a", seed=3, max_tokens=150)
+        client.until("num_requests_running", 1)
+        client.post("/sleep?level=1")
     time.sleep(0.05)
     assert not running.done()
     client.post("/wake_up")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from inference_server import running_server
+from inference_server import LIMIT_S, running_server
 from weight_updates import published, update, weights
 
 from prl.config.errors import UserError
 from prl.inference import server
+from prl.inference.isolation import MAX_FAILED_STEPS
 from prl.models.checkpoint import random_checkpoint
 from prl.transport.weights import SharedMemoryPublisher
 
@@ -28,7 +30,7 @@ def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatc
     load = server.load_engine
 
     def slow_load(*args):
-        go.wait(20)
+        go.wait(LIMIT_S)
         return load(*args)
 
     monkeypatch.setattr(server, "load_engine", slow_load)
@@ -38,19 +40,19 @@ def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatc
         time.sleep(0.1)
         assert not waiting.done()
         go.set()
-        assert waiting.result(timeout=20).status == 200
+        assert waiting.result(timeout=LIMIT_S).status == 200
         assert client.get("/health", key=None).status == 200
 
 
 def test_an_engine_that_dies_fails_its_requests_and_ends_the_server_with_the_cause(cache_dir) -> None:
-    with running_server([], cache_dir) as client:
+    with running_server(["weight_transport=shared_memory"], cache_dir) as client:
         broken = [(name, torch.full_like(t, torch.nan)) for name, t in weights(client, 0)]
-        info = published(SharedMemoryPublisher(cache_dir / "broken"), 1, broken)
+        info = published(SharedMemoryPublisher(Path(client.ctx.shared_memory)), 1, broken)
         update(client, info, "1")
-        reply = client.generate()
-        assert reply.status == 503
-        assert "weight version 1" in reply.body["error"]["message"]
-        deadline = time.monotonic() + 10
+        replies = [client.generate() for _ in range(MAX_FAILED_STEPS)]
+        assert [reply.status for reply in replies] == [500] * (MAX_FAILED_STEPS - 1) + [503]
+        assert all("weight version 1" in reply.body["error"]["message"] for reply in replies)
+        deadline = time.monotonic() + LIMIT_S
         while not client.error and time.monotonic() < deadline:
             time.sleep(0.01)
         assert isinstance(client.error[0], RuntimeError)

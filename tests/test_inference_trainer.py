@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import END, moe_card, random_model
+from tiny import END, moe_card, moe_checkpoint, random_model
 from trainer_ranks import Job, build_policy
 
 from prl.config.schema import InferenceConfig
 from prl.inference.engine import TorchEngine
+from prl.inference.isolation import MAX_FAILED_STEPS, BrokenWeights
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request, Sequence
-from prl.models.checkpoint import hf_tensors, load_model, save_checkpoint
+from prl.models.checkpoint import hf_tensors, load_model
 from prl.planning.run_plan import MeshPlan
 from prl.trainer.losses import mismatch_kl
 from prl.trainer.policy import Policy
@@ -24,9 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_checkpoint(hf_tensors(random_model(moe_card())), path, moe_card())
-    return path
+    return moe_checkpoint(tmp_path_factory.mktemp("model"), std=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +93,17 @@ def test_mismatch_sees_other_weights_and_other_temperatures(policy, model_path) 
     assert trained_kl(policy, sequences, 1.0).mean() > 1e-3
     engine.load(hf_tensors(random_model(moe_card(), seed=1)), "1")
     assert trained_kl(policy, two_turns(engine, 1.0), 1.0).mean() > 1e-3
+
+
+def test_weights_that_give_no_numbers_end_the_engine_by_their_name(model_path):
+    engine = make_engine(model_path)
+    with torch.no_grad():
+        next(engine.model.parameters()).fill_(float("nan"))
+    failed = []
+    for i in range(MAX_FAILED_STEPS):
+        engine.submit(engine.prepare(Request(f"{i}", [1, 2, 3], SamplingParams(max_tokens=4), arrival=i)))
+        if i < MAX_FAILED_STEPS - 1:
+            failed += engine.step()
+    assert ["not finite" in sequence.error for sequence in failed] == [True] * (MAX_FAILED_STEPS - 1)
+    with pytest.raises(BrokenWeights, match="under weight version 0"):
+        engine.step()

@@ -13,6 +13,7 @@ from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm import launch, versions
+from prl.inference.vllm.causes import first_error
 from prl.planning.run_plan import make_plan
 from prl.planning.vllm_arguments import kv_cache_bytes, server_arguments, to_argv
 
@@ -37,9 +38,9 @@ ROUTING = ["inference.return_routed_experts=true"]
         ([VLLM, "inference.vllm.max-num-seqs=4"], "names are words with _"),
         ([VLLM, "inference.tp=2"], "deployment.num_infer_gpus=2"),
         ([VLLM, "inference.dp=2", "deployment.num_infer_gpus=3"], "deployment.num_infer_gpus=4"),
-        (["inference.tp=2", "deployment.num_infer_gpus=2"], "inference=vllm, or leave inference.tp out"),
+        (["inference.tp=2", "deployment.num_infer_gpus=2"], "inference.tp=1, or inference=vllm"),
         (["inference.vllm.block_size=32"], "inference=vllm, or leave inference.vllm out"),
-        (["inference.sleep_level=0"], "inference.sleep_level=1, or inference=vllm"),
+        (["deployment=colocated", "inference.sleep_level=0"], "inference.sleep_level=1, or inference=vllm"),
         ([VLLM, *ROUTING, "inference.prefix_caching=false"], "inference.prefix_caching=true, or inference=torch"),
         ([VLLM, *ROUTING, "model=tiny_qwen3"], "inference.return_routed_experts=false"),
         ([VLLM, "inference.vllm.enable_return_routed_experts=true"], "set inference.return_routed_experts"),
@@ -55,6 +56,20 @@ def test_what_cannot_be_is_refused_with_what_to_do(overrides: list[str], message
         compose(overrides)
     assert message in caught.value.render()
     assert len(caught.value.violations) == 1
+
+
+def test_the_root_cause_is_the_first_error_that_the_engine_has_logged() -> None:
+    told = """(EngineCore_DP0 pid=7) WARNING 11-22 21:46:23 [core.py:10] ValueError: that is only spoken of
+(Worker pid=8) ERROR 11-22 21:46:23 [multiproc_executor.py:1063]     raise ValueError(
+(Worker pid=8) ERROR 11-22 21:46:23 [multiproc_executor.py:1063] {}
+(EngineCore_DP0 pid=7) ERROR 11-22 21:46:24 [core.py:1510] RuntimeError: Worker failed with error
+"""
+    for line, cause in (
+        ("ValueError: No common block size for 7", ("ValueError", "No common block size for 7")),
+        ("torch.OutOfMemoryError: CUDA out of memory.", ("OutOfMemoryError", "CUDA out of memory.")),
+    ):
+        assert first_error(told.format(line)) == cause
+    assert first_error("vLLM 0.32\n") is None
 
 
 def test_an_engine_that_shares_its_gpu_sleeps_and_takes_half_of_it() -> None:
@@ -168,7 +183,7 @@ def test_each_vllm_has_its_transfer_engine(monkeypatch, installed: str, expected
 def test_a_vllm_that_does_not_import_is_a_user_error(monkeypatch) -> None:
     """As with a torchvision that does not match torch."""
     plan = make_plan(compose([VLLM]))
-    context = SimpleNamespace(plan=plan, role=plan.roles[0], endpoints={})
+    context = SimpleNamespace(plan=plan, role=plan.roles[0], endpoints={}, run_dir=Path("run"), shared_memory="x")
 
     def broken(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")

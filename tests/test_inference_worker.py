@@ -17,13 +17,16 @@ from prl.config import compose
 from prl.config.schema import InferenceConfig
 from prl.inference import engine as engine_module
 from prl.inference.engine import TorchEngine
+from prl.inference.guard import Doors
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request, Sequence
 from prl.inference.server import build_app, eos_token_ids
 from prl.inference.worker import EngineUnavailable, EngineWorker
 from prl.models.chat import ChatRenderer
+from prl.transport.sources import WeightSource
 
 KEY = {"Authorization": "Bearer key"}
+SOURCE = WeightSource("filesystem", "/nowhere", "/dev/shm/prl-none", (), 1.0)
 MODEL = random_model(moe_card()).requires_grad_(False).eval()
 
 
@@ -45,7 +48,7 @@ def play(renderer) -> Callable[[Callable[[EngineWorker], Coroutine[Any, Any, Non
             worker = EngineWorker(lambda: (engine, renderer), lambda: None)
             await worker.settled.wait()
             try:
-                await asyncio.wait_for(scenario(worker), 20)
+                await asyncio.wait_for(scenario(worker), 120)
             finally:
                 worker.stop()
 
@@ -74,7 +77,7 @@ class Gate:
 
     def hold(self) -> None:
         self.reached.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(120)
 
 
 def test_a_pause_right_behind_a_resume_holds(play) -> None:
@@ -105,7 +108,7 @@ def test_requests_in_prefill_count_as_running(play, monkeypatch) -> None:
 
     def slow_prefill(*args: Any) -> Any:
         reached.set()
-        assert go.wait(20)
+        assert go.wait(120)
         return prefill(*args)
 
     monkeypatch.setattr(engine_module, "prefill", slow_prefill)
@@ -162,7 +165,7 @@ def test_an_abort_that_comes_with_the_last_token_changes_nothing(play, monkeypat
         finished = step(engine)
         if finished:
             reached.set()
-            assert go.wait(20)
+            assert go.wait(120)
         return finished
 
     monkeypatch.setattr(TorchEngine, "step", step_then_wait)
@@ -215,7 +218,7 @@ def test_health_is_503_once_the_engine_is_dead_and_other_routes_say_why(play, mo
     config = compose([], config_name="inference")
 
     async def scenario(worker: EngineWorker) -> None:
-        async with TestClient(TestServer(build_app(worker, config, [b"key"]))) as client:
+        async with TestClient(TestServer(build_app(worker, config, Doors(None, (b"key",)), SOURCE))) as client:
             assert (await client.get("/health")).status == 200
             monkeypatch.setattr(TorchEngine, "step", lambda engine: 1 // 0)
             with pytest.raises(EngineUnavailable):

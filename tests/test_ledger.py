@@ -9,7 +9,9 @@ import sys
 import pytest
 from slurm_cluster import SMALL
 
+import prl.status
 from prl.runtime.ledger import read_failures, summarise_failures
+from prl.runtime.status_file import StatusFile
 from prl.status import render
 
 WRITER = """
@@ -25,7 +27,7 @@ for i in range(300):
 def test_lines_of_points_that_fail_at_once_are_whole(tmp_path):
     points = [str(tmp_path / name) for name in "abcd"]
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, point]) for point in points]
-    assert [writer.wait(60) for writer in writers] == [0] * 4
+    assert [writer.wait(240) for writer in writers] == [0] * 4
     rows = read_failures(tmp_path)
     assert sorted((row["point"], row["attempt"]) for row in rows) == [(p, i) for p in "abcd" for i in range(300)]
 
@@ -35,6 +37,21 @@ def test_a_torn_line_is_left_out(tmp_path):
     (tmp_path / "failures.jsonl").write_text(f'{json.dumps(row)}\n{{"class": "o\n{json.dumps(row)}\n')
     assert summarise_failures(tmp_path) == f"failed attempts: 2 node (2 requeued); see {tmp_path}/failures.jsonl"
     assert summarise_failures(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize("end", ["done", None])
+def test_a_run_that_ends_between_two_looks_is_not_lost(tmp_path, monkeypatch, end):
+    run = tmp_path / "run"
+    run.mkdir()
+    StatusFile(run, "p", "rl", "run", max_steps=3)
+
+    def is_locked(path):
+        if end:
+            StatusFile(run, "p", "rl", "run", max_steps=3).update(state=end)
+        return False
+
+    monkeypatch.setattr(prl.status, "is_locked", is_locked)
+    assert render(tmp_path)[0].splitlines()[1].split()[1] == (end or "lost")
 
 
 def sweep(directory, *overrides):

@@ -8,7 +8,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from test_hf_causal_lm import card_of, plain_model
-from tiny import moe_card, random_model
+from tiny import moe_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from trainer_ranks import Job, build_policy, run_job, run_ranks, train_step
 
@@ -16,7 +16,7 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig
 from prl.models.attention import packed_attention
-from prl.models.checkpoint import hf_tensors, load_model, save_checkpoint
+from prl.models.checkpoint import load_model
 from prl.models.lora import is_adapter
 from prl.planning import warm_start_key, warm_start_plan
 from prl.planning.run_plan import MeshPlan, make_plan
@@ -31,9 +31,7 @@ IDS = torch.arange(30) * 7 % tiny.VOCAB
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_checkpoint(hf_tensors(random_model(moe_card(), std=0.1)), path, moe_card())
-    return path
+    return moe_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -206,8 +204,10 @@ def test_a_run_over_two_trainers_resumes_and_exports(tmp_path):
     rows = runs.rows(whole, "trainer.0")
     assert len(rows) == 4
     assert all(row["mismatch_kl_mean"] < 1e-5 and row["grad_norm"] > 0 for row in rows)
-    process = runs.start([*args, f"output_dir={broken}"], tmp_path)
-    runs.wait_for_step(process, broken, 3)
+    moment = runs.Moment("optimizer step:4", tmp_path / "moment")
+    process = runs.start([*args, f"output_dir={broken}"], tmp_path, env=moment.env)
+    moment.wait(process)
+    runs.wait_for_checkpoint(process, broken, 2)
     runs.kill_root(process)
     done = runs.run([*args, f"output_dir={broken}"], tmp_path)
     assert done.code == 0, done.output

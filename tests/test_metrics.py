@@ -67,11 +67,18 @@ def test_a_torn_row_does_not_spoil_the_next(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path, "x")] == [1, 3]
 
 
-def test_a_full_disk_costs_rows_only(tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_are_written_when_there_is_room(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, "x")
-    os.dup2(os.open("/dev/full", os.O_WRONLY), writer.fd)
+    disk = os.dup(writer.file.fd)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), writer.file.fd)
     writer.log(step=1)
-    assert writer.lost_rows == 1
+    writer.log(step=2)
+    with pytest.raises(OSError, match="No space"):
+        writer.flush()
+    os.dup2(disk, writer.file.fd)
+    writer.log(step=3)
+    writer.flush()
+    assert [row["step"] for row in read_rows(tmp_path, "x")] == [1, 2, 3]
 
 
 def test_truncation_cuts_every_file_at_the_checkpoint(tmp_path: Path) -> None:

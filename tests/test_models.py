@@ -33,6 +33,9 @@ CARDS = {
     "moe": moe_card(tie_word_embeddings=False),
     "moe tied": moe_card(),
     "moe without renormalised top-k": moe_card(norm_topk_prob=False),
+    "moe behind a dense layer": moe_card(
+        num_experts=300, num_hidden_layers=3, mlp_only_layers=(0,), intermediate_size=48
+    ),
     "one key-value head": dense_card(num_key_value_heads=1),
 }
 CPU = torch.device("cpu")
@@ -138,7 +141,7 @@ def test_replayed_routing_gives_the_same_logits_and_another_routing_others():
     recorder = RoutingRecorder()
     with torch.no_grad():
         free = model(IDS, positions, attend, recorder=recorder)
-        chosen = recorder.stacked()
+        chosen = recorder.stacked(model.card)
         replayed = model(IDS, positions, attend, recorder=RoutingRecorder(given=chosen))
         other = model(IDS, positions, attend, recorder=RoutingRecorder(given=(chosen + 1) % 4))
     assert chosen.shape == (40, 2, 2)

@@ -9,10 +9,11 @@ import pytest
 from prl.config import compose
 from prl.orchestrator.batching import build_batches, staleness
 from prl.orchestrator.producer import Producer, StepGroups
-from prl.orchestrator.rollout import Group, Rollout, Sample
+from prl.orchestrator.rollout import FailedRollout, Group, Rollout, Sample
 from prl.orchestrator.tasks import TaskSampler
 
 GROUP_SIZE, GROUPS = 2, 3
+FAILED = FailedRollout("grader", "no reward")
 
 
 def config_of(*overrides, max_off_policy_steps=2):
@@ -54,7 +55,8 @@ class StubRunner:
             outcome = self.rewards(index)
             if isinstance(outcome, Exception):
                 raise outcome
-            rollouts = [r if r is None else rollout_of(choice.env, r, [begun, self.version]) for r in outcome]
+            versions = [begun, self.version]
+            rollouts = [FAILED if r is None else rollout_of(choice.env, r, versions) for r in outcome]
             return Group(index, choice.env, size, rollouts)
 
         return asyncio.create_task(run())
@@ -258,6 +260,8 @@ def test_failed_rollouts_leave_the_rest_of_their_group():
     assert [len(g.finished) for g in step.groups] == [1, 2, 2]
     assert step.groups[0].finished[0].advantage == 0.0  # alone there is no baseline
     assert step.rollouts == 5
+    assert step.failed_groups == 1
+    assert step.outcome_counts(several=False) | {"outcome/policy": 5, "outcome/grader": 3} == step.outcome_counts(False)
 
 
 def test_what_kills_all_rollouts_ends_the_run():

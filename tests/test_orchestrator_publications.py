@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,12 +34,12 @@ def test_a_lone_replica_serves_again_with_the_next_weights():
             assert not await pool.update_weights(2, info(2)), "nobody was there"
             job = asyncio.create_task(generate(pool))
             engine.log.clear()
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             await asyncio.sleep(0.05)
             assert engine.log == ["init_weight_transfer_engine"]
             assert (pool.starved, job.done()) == (True, False)
             assert await pool.update_weights(2, info(2))
-            await asyncio.wait_for(job, 5)
+            await asyncio.wait_for(job, 60)
             assert engine.log[1:6] == ["pause", *UPDATE, "resume"]
             assert (pool.starved, pool.returned) == (False, set())
 
@@ -56,9 +57,9 @@ def test_updates_go_on_without_a_dead_replica_and_say_so():
                 await asyncio.sleep(0.1)
                 assert len(other.loaded) == 1, "weights must wait until it is sure who takes part"
                 pool.lose(0)
-                assert await asyncio.wait_for(update, 5)
+                assert await asyncio.wait_for(update, 60)
                 pool.urls[0] = alive
-                await pool.readmit(0, 5)
+                await pool.readmit(0, 60)
                 assert pool.serving == [False, True]
                 assert await pool.update_weights(3, info(3))
                 assert pool.serving == [True, True]
@@ -80,7 +81,7 @@ def test_a_death_in_an_update_leaves_the_others_paused_until_the_next(first):
                 await asyncio.sleep(0.1)
                 assert not update.done(), "only the supervisor knows whether it died"
             pool.lose(0)
-            assert await asyncio.wait_for(update, 2) is False
+            assert await asyncio.wait_for(update, 60) is False
             assert (pool.starved, pool.wants_weights, pool.serving) == (True, True, [False, True])
             job = asyncio.create_task(generate(pool))
             other.stuck_at = ""
@@ -90,8 +91,8 @@ def test_a_death_in_an_update_leaves_the_others_paused_until_the_next(first):
                 assert other.log.count("pause") == 1, "it has not done with the last one"
                 assert "resume" not in other.log
             other.stuck.set()  # the trainer has withdrawn
-            assert await asyncio.wait_for(again, 5) is True
-            await asyncio.wait_for(job, 5)
+            assert await asyncio.wait_for(again, 60) is True
+            await asyncio.wait_for(job, 60)
             assert (pool.starved, pool.wants_weights) == (False, False)
             assert other.loaded[-1]["absent"] == 1
 
@@ -115,7 +116,7 @@ def test_a_replica_that_dies_once_more_waits_no_longer():
         async with pool_of(2) as (pool, _):
             await pool.update_weights(1, info(1))
             pool.lose(0)
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             assert pool.returned == {0}
             pool.lose(0)
             assert pool.returned == set()
@@ -131,10 +132,10 @@ def test_engines_that_die_behind_the_last_weights_are_missed_only_if_none_is_lef
             await pool.update_weights(1, info(1))
             pool.lose(0)
             pool.expect_no_weights()
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             pool.lose(1)
             with pytest.raises(NoWeights, match="one or more died in the last update or after it"):
-                await pool.readmit(1, 5)
+                await pool.readmit(1, 60)
 
     asyncio.run(scenario())
 
@@ -143,22 +144,24 @@ def test_engines_that_die_behind_the_last_weights_are_missed_only_if_none_is_lef
 
 
 @contextlib.asynccontextmanager
-async def orchestrator_of(count=1, transport="nccl"):
+async def orchestrator_of(count=1, transport="nccl", run_dir=Path("unused")):
     """One whose engines serve version 0, published once; `evaluations` holds the versions that were evaluated."""
     plan = make_plan(compose([f"weight_transport={transport}", "eval.interval=1", "eval.at_start=false"]))
     metrics = SimpleNamespace(log=lambda **row: None)
-    orchestrator = Orchestrator(SimpleNamespace(plan=plan, resume_step=0, metrics=metrics))
+    orchestrator = Orchestrator(SimpleNamespace(plan=plan, resume_step=0, metrics=metrics, run_dir=run_dir))
     orchestrator.evaluations = []
 
-    async def evaluate():
-        orchestrator.evaluations.append(orchestrator.runner.version)
+    async def evaluate(version):
+        orchestrator.evaluations.append(version)
 
     async def set_version(version):
         orchestrator.runner.version = version
 
     async with pool_of(count) as (pool, engines):
         orchestrator.engines, orchestrator._evaluate = pool, evaluate
-        orchestrator.runner = SimpleNamespace(version=0, stats=SimpleNamespace(clock=SimpleNamespace(seconds=float)))
+        orchestrator.runner = SimpleNamespace(
+            version=0, lockstep=None, stats=SimpleNamespace(clock=SimpleNamespace(seconds=float))
+        )
         orchestrator.producer = SimpleNamespace(set_version=set_version)
         orchestrator.prepared.set()
         await deliver(orchestrator, 1, 0)
@@ -167,7 +170,7 @@ async def orchestrator_of(count=1, transport="nccl"):
 
 async def deliver(orchestrator, publication, version):
     await orchestrator.weights_published(publication, version, info(version))
-    taken = await orchestrator.weights_delivered(publication, 5)
+    taken = await orchestrator.weights_delivered(publication, 60)
     await asyncio.gather(*orchestrator.updates)
     return taken
 
@@ -190,10 +193,10 @@ def test_a_trainer_that_waits_publishes_again_for_an_engine_without_weights():
             assert await order(orchestrator, 1, 1) is None
             pool.lose(0)
             assert await order(orchestrator, 1, 1) is None, "nobody to take weights yet"
-            waiting = asyncio.create_task(order(orchestrator, 1, 1, timeout_s=5))
+            waiting = asyncio.create_task(order(orchestrator, 1, 1, timeout_s=60))
             await asyncio.sleep(0.05)
-            await pool.readmit(0, 5)
-            assert await asyncio.wait_for(waiting, 1) == "again"
+            await pool.readmit(0, 60)
+            assert await asyncio.wait_for(waiting, 60) == "again"
             assert await deliver(orchestrator, 2, 0)
             assert pool.serving == [True]
             assert await order(orchestrator, 1, 2) is None
@@ -207,7 +210,7 @@ def test_all_ranks_are_told_the_same_at_the_same_point(then):
     async def scenario():
         async with orchestrator_of() as (orchestrator, pool, _):
             pool.lose(0)
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             assert await order(orchestrator, 1, 1) == "again"
             if then == "batch":
                 orchestrator.batches[1] = batch(1)
@@ -223,7 +226,7 @@ def test_with_a_batch_at_hand_the_next_version_is_what_an_engine_gets():
     async def scenario():
         async with orchestrator_of(2) as (orchestrator, pool, (back, _)):
             pool.lose(0)
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             orchestrator.batches[1], orchestrator.ready_since[1] = batch(1), 0.0
             assert [await order(orchestrator, 1, 1) for _ in range(2)] == ["batch", "batch"]
             assert await deliver(orchestrator, 2, 1)
@@ -240,11 +243,11 @@ def test_nobody_trains_while_all_engines_wait_for_weights():
             orchestrator.batches[1] = orchestrator.batches[2] = batch(1)
             assert await order(orchestrator, 1, 1) == "batch"
             pool.lose(0)
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             assert await order(orchestrator, 1, 1) == "batch", "as another rank was told"
             assert await deliver(orchestrator, 2, 0)
             pool.lose(0)
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             assert await order(orchestrator, 2, 2) == "again"
 
     asyncio.run(scenario())
@@ -256,9 +259,9 @@ def test_nothing_is_asked_for_while_weights_are_on_their_way():
             pool.lose(0)
             async with orchestrator.engine_lock:  # an evaluation by the other one
                 await orchestrator.weights_published(2, 1, info(1))
-                await pool.readmit(0, 5)
+                await pool.readmit(0, 60)
                 assert await order(orchestrator, 2, 2, timeout_s=0.3) is None
-            assert await orchestrator.weights_delivered(2, 5)
+            assert await orchestrator.weights_delivered(2, 60)
             assert pool.serving == [True, True]
             await asyncio.gather(*orchestrator.updates)
 
@@ -274,8 +277,8 @@ def test_a_publication_behind_an_evaluation_has_its_turn_after_it():
             async with orchestrator.engine_lock:
                 await orchestrator.weights_published(2, 1, info(1))
                 assert not await orchestrator.turn_reached(2, 0.3)
-            assert await orchestrator.turn_reached(2, 5)
-            assert await orchestrator.weights_delivered(2, 5)
+            assert await orchestrator.turn_reached(2, 60)
+            assert await orchestrator.weights_delivered(2, 60)
             await asyncio.gather(*orchestrator.updates)
 
     asyncio.run(scenario())
@@ -287,7 +290,7 @@ def test_an_update_that_finds_no_engine_is_delivered_to_nobody():
             pool.lose(0)
             assert await deliver(orchestrator, 2, 1) is False
             assert orchestrator.served == 1
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             orchestrator.evaluations.clear()
             assert await order(orchestrator, 2, 2) == "again"
             assert await deliver(orchestrator, 3, 1) is True
@@ -299,11 +302,11 @@ def test_an_update_that_finds_no_engine_is_delivered_to_nobody():
 def evaluate_with_stuck_first(orchestrator, pool, engine):
     """Evaluations ask an engine for one completion; that of version 1 gets none until `engine.go` is set."""
 
-    async def evaluate():
-        orchestrator.evaluations.append(orchestrator.runner.version)
-        if orchestrator.runner.version == 1:
+    async def evaluate(version):
+        orchestrator.evaluations.append(version)
+        if version == 1:
             engine.go.clear()
-        await generate(pool, f"eval-{orchestrator.runner.version}")
+        await generate(pool, f"eval-{version}")
 
     orchestrator._evaluate = evaluate
 
@@ -319,9 +322,9 @@ def test_an_evaluation_that_lost_its_only_engine_is_overtaken_by_the_weights():
             await asyncio.sleep(0.05)
             assert orchestrator.served == 1
             engine.go.set()
-            await pool.readmit(0, 5)
-            assert await orchestrator.weights_delivered(3, 5)
-            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
+            await pool.readmit(0, 60)
+            assert await orchestrator.weights_delivered(3, 60)
+            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 60)
             assert not orchestrator.engine_lock.locked()
             assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2], 2)
 
@@ -340,13 +343,51 @@ def test_an_evaluation_that_lost_its_only_engine_does_not_keep_newer_weights_fro
             engine.missing = 10**6  # of the version before
             pool.lose(0)
             engine.go.set()
-            back = asyncio.create_task(pool.readmit(0, 5))
+            back = asyncio.create_task(pool.readmit(0, 60))
             await until(lambda: orchestrator.served == 2)
             engine.missing = 0
-            await asyncio.wait_for(back, 5)
-            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 5)
+            await asyncio.wait_for(back, 60)
+            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 60)
             assert not orchestrator.engine_lock.locked()
             assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2], 2)
+
+    asyncio.run(scenario())
+
+
+def test_no_evaluation_is_dropped_when_several_updates_overtake_one_that_lost_its_engine():
+    async def scenario():
+        async with orchestrator_of(transport="tcp") as (orchestrator, pool, (engine,)):
+            evaluate_with_stuck_first(orchestrator, pool, engine)
+            await orchestrator.weights_published(2, 1, info(1) | {"type": "tcp"})
+            await until(lambda: engine.held)
+            engine.missing = 10**6
+            pool.lose(0)
+            engine.go.set()
+            back = asyncio.create_task(pool.readmit(0, 60))
+            for publication in (3, 4):
+                version = publication - 1
+                await orchestrator.weights_published(publication, version, info(version) | {"type": "tcp"})
+                await until(lambda version=version: orchestrator.served == version)
+            engine.missing = 0
+            await asyncio.wait_for(back, 60)
+            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 60)
+            assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2, 3], 3)
+            assert not orchestrator.to_evaluate - {1, 2, 3}
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_that_has_ended_serves_no_weights_by_tcp():
+    async def scenario():
+        async with pool_of(1) as (pool, (engine,)):
+            await pool.update_weights(1, info(1) | {"type": "tcp"})
+            engine.missing = 10**6
+            pool.lose(0)
+            back = asyncio.create_task(pool.readmit(0, 90))
+            await asyncio.sleep(0.5)
+            pool.expect_no_weights()
+            with pytest.raises(NoWeights):
+                await asyncio.wait_for(back, 60)
 
     asyncio.run(scenario())
 

@@ -21,7 +21,7 @@ from prl.transport.weights import FilesystemPublisher
 UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
 
 
-async def until(condition, timeout_s=5):
+async def until(condition, timeout_s=60):
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "it did not happen in time"
@@ -68,8 +68,51 @@ def test_a_failure_just_before_the_supervisors_word_is_a_death(failure):
             await asyncio.sleep(0.1)
             assert not job.done()
             pool.lose(0)
-            await asyncio.wait_for(job, 5)
+            await asyncio.wait_for(job, 60)
             assert len(other.bodies) == 1
+
+    asyncio.run(scenario())
+
+
+FAILED_ALONE = {"message": "this request failed in the engine: no memory", "type": "InternalServerError", "code": 500}
+VLLM_DIES = FAILED_ALONE | {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause."}
+
+
+def saying(error):
+    async def say(request):
+        raise web.HTTPInternalServerError(text=json.dumps({"error": error}), content_type="application/json")
+
+    return say
+
+
+@pytest.mark.parametrize("path", ["direct", "router"])
+def test_a_request_that_fails_in_an_engine_is_not_asked_again(path):
+    """It would fail again, and cost everybody in its step a recomputation each time."""
+
+    async def scenario():
+        async with pool_of() as (pool, (engine,)):
+            engine.dying = saying(FAILED_ALONE)
+            pool.router = pool.urls[0] if path == "router" else None
+            with pytest.raises(EngineError, match="no memory"):
+                await asyncio.wait_for(generate(pool), 60)
+            assert (len(engine.bodies), pool.retried, pool.in_flight) == (1, 0, [0])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["direct", "router"])
+def test_a_500_of_an_engine_that_is_dying_is_no_answer(path):
+    async def scenario():
+        async with pool_of(2) as (pool, (first, _)):
+            first.dying = saying(VLLM_DIES)
+            pool.router = pool.urls[0] if path == "router" else None
+            job = asyncio.create_task(generate(pool))
+            await until(lambda: first.bodies)
+            await asyncio.sleep(0.1)
+            assert not job.done()
+            first.dying = None
+            pool.lose(0)
+            await asyncio.wait_for(job, 60)
 
     asyncio.run(scenario())
 
@@ -90,8 +133,8 @@ def test_a_lone_replica_is_waited_for_and_has_the_weights_before_it_generates():
             late = asyncio.create_task(generate(pool, "late"))
             await asyncio.sleep(0.1)
             assert not engine.bodies
-            await pool.readmit(0, 5)
-            await asyncio.wait_for(asyncio.gather(job, late), 5)
+            await pool.readmit(0, 60)
+            await asyncio.wait_for(asyncio.gather(job, late), 60)
             assert engine.log[:6] == ["init_weight_transfer_engine", "pause", *UPDATE, "resume"]
             assert sorted(body["request_id"] for body in engine.bodies) == ["late", "r"]
 
@@ -107,12 +150,12 @@ def test_updates_pass_a_dead_replica_by_and_it_gets_the_newest():
                 update = asyncio.create_task(pool.update_weights(2, {"version": 2}))
                 await until(lambda: "pause" in other.log[5:])
                 pool.lose(0)  # in the middle of an update
-                await asyncio.wait_for(update, 5)
-                await asyncio.wait_for(pool.update_weights(3, {"version": 3}), 5)
+                await asyncio.wait_for(update, 60)
+                await asyncio.wait_for(pool.update_weights(3, {"version": 3}), 60)
                 assert [info["version"] for info in other.loaded] == [1, 2, 3]
                 pool.urls[0] = alive
                 back.loaded.clear()
-                await pool.readmit(0, 5)
+                await pool.readmit(0, 60)
                 assert back.loaded == [{"version": 3}]
                 assert pool.serving == [True, True]
 
@@ -125,11 +168,11 @@ def test_weights_that_are_gone_are_waited_for():
             await pool.update_weights(1, {"version": 1})
             pool.lose(0)
             back.missing = 1
-            returning = asyncio.create_task(pool.readmit(0, 5))
+            returning = asyncio.create_task(pool.readmit(0, 60))
             await until(lambda: not back.missing)
             assert pool.serving == [False, True]
             await pool.update_weights(2, {"version": 2})
-            await asyncio.wait_for(returning, 5)
+            await asyncio.wait_for(returning, 60)
             assert back.loaded[-1] == {"version": 2}
             assert pool.serving == [True, True]
 
@@ -154,8 +197,9 @@ def test_the_supervisors_word_is_followed_once_for_each_restart(tmp_path):
             status = tmp_path / "status.json"
             follow = asyncio.create_task(follow_restarts(tmp_path, ["inference/0", "inference/1"], pool, 5))
             for restarts in (0, 1, 2):
-                status.write_text(json.dumps({"roles": {"inference/1": {"restarts": restarts}}}))
-                await asyncio.sleep(2.5 * INTERVAL_S)
+                status.write_text(json.dumps({"state": "running", "roles": {"inference/1": {"restarts": restarts}}}))
+                await until(lambda n=restarts: len(second.log) == n and pool.serving == [True, True])
+                await asyncio.sleep(2.5 * INTERVAL_S)  # it stays so
                 assert pool.restarts == restarts
                 assert pool.serving == [True, True]
             assert (len(first.log), second.log) == (0, ["init_weight_transfer_engine"] * 2)
@@ -173,7 +217,7 @@ def test_a_restarted_engine_generates_nothing_before_it_has_weights(tmp_path):
         config = client.ctx.plan.config
         path = resolve_model_path(config.model, Path(config.cache_dir))
         model = load_model(path, config.model.card, torch.float32, torch.device("cpu"))
-        info = published(FilesystemPublisher(tmp_path / "weights", 2), 5, hf_tensors(model))
+        info = published(FilesystemPublisher(client.ctx.run_dir / "weights", 2), 5, hf_tensors(model))
         client.post("/start_weight_update", {})
         client.post("/update_weights", {"update_info": info})
         assert client.post("/finish_weight_update", {"weight_version": "5"}).status == 200

@@ -1,18 +1,26 @@
 """Which task comes when, sampling seeds, and held-out evaluation."""
 
 import asyncio
+import errno
 import itertools
 import math
+import os
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prl.config import compose
 from prl.config.schema import EvalConfig, SamplingConfig
+from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.evaluation import choose_tasks, evaluate, pass_at_k
-from prl.orchestrator.rollout import Rollout, Sample
+from prl.orchestrator.loop import Orchestrator
+from prl.orchestrator.rollout import FailedRollout, Rollout, Sample
 from prl.orchestrator.tasks import TaskSampler, request_seed
+from prl.planning.run_plan import make_plan
 
 COUNTS, WEIGHTS = {"b": 7, "a": 30}, {"a": 3.0, "b": 1.0}
 
@@ -87,7 +95,7 @@ class ScriptedRunner:
 
         async def run():
             if reward is None:
-                return None
+                return FailedRollout("environment", "it raised")
             return Rollout(choice.env, "t", reward, [Sample()], 1, 5, False, 1)
 
         return asyncio.create_task(run())
@@ -106,10 +114,64 @@ def test_evaluation_by_hand():
     assert row["eval/a/pass@2"] == pytest.approx(2 / 3)
     assert row["eval/b/avg@2"] == row["eval/b/pass@2"] == 1.0
     assert row["eval/reward"] == pytest.approx((1 + 0.5 + 0.5 + 0.5 + 1 + 1 + 1) / 7)
-    assert row["eval/failed_rollouts"] == 3
+    assert row["eval/failed_rollouts"] == row["eval/outcome/environment"] == 3
+    assert row["eval/outcome/policy"] == 7
     assert {(s.temperature, s.top_p) for s in runner.samplings} == {(0.3, 0.5)}
     assert len(set(runner.names)) == 10
     assert all(name.startswith("eval-000007-") for name in runner.names)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_samples_that_fall_to_the_infrastructure_are_drawn_again(failures):
+    class Unlucky(ScriptedRunner):
+        def start_rollout(self, choice, split, name, sampling):
+            job = super().start_rollout(choice, split, name, sampling)
+            if choice.index == 1 and self.names.count(name) <= failures:
+                job.cancel()
+                return asyncio.create_task(asyncio.sleep(0, FailedRollout("infrastructure", "an engine died")))
+            return job
+
+    async def scenario():
+        runner = Unlucky({"a": [[1.0], [0.0]]})
+        return await evaluate(runner, EvalConfig(k=1), SamplingConfig(), {"a": 2}, version=0), runner.names
+
+    row, names = asyncio.run(scenario())
+    assert row["eval/reward"] == (0.5 if failures < 3 else 1.0)
+    assert row["eval/outcome/infrastructure"] == (failures == 3)
+    assert len(names) == 2 + min(failures, 2)
+
+
+def test_an_evaluation_that_falls_to_the_infrastructure_whole_is_none():
+    class Down(ScriptedRunner):
+        def start_rollout(self, choice, split, name, sampling):
+            return asyncio.create_task(asyncio.sleep(0, FailedRollout("infrastructure", "an engine died")))
+
+    with pytest.raises(EngineError, match="an engine died"):
+        asyncio.run(evaluate(Down({"a": [[1.0], [1.0]]}), EvalConfig(k=1), SamplingConfig(), {"a": 2}, version=0))
+
+
+def test_an_evaluation_whose_row_finds_no_room_is_not_over(monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse():
+        raise full
+
+    async def evaluated(*_):
+        return {"eval/reward": 1.0}
+
+    async def hold(_):
+        pass
+
+    monkeypatch.setattr("prl.orchestrator.loop.evaluate", evaluated)
+    metrics = SimpleNamespace(log=lambda **row: None, flush=refuse)
+    plan = make_plan(compose([]))
+    orchestrator = Orchestrator(SimpleNamespace(plan=plan, resume_step=0, metrics=metrics, run_dir=Path("unused")))
+    orchestrator.runner, orchestrator.envs = SimpleNamespace(version=1, lockstep=None), {}
+    orchestrator.producer = SimpleNamespace(hold=hold)
+    with pytest.raises(OSError, match="No space") as raised:
+        asyncio.run(orchestrator._evaluate(1))
+    assert raised.value is full
+    assert orchestrator.evaluated == set()
 
 
 def test_an_evaluation_in_which_all_fails_has_no_reward():

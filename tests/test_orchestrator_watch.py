@@ -13,6 +13,7 @@ from prl.models.chat import ChatRenderer
 from prl.orchestrator import engines as engines_module
 from prl.orchestrator.concurrency import EngineLoad, Limiter, start_limit
 from prl.orchestrator.engine_watch import EngineWatch, parse_loads
+from prl.orchestrator.rollout import Rollout
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.tasks import TaskChoice
 
@@ -169,7 +170,7 @@ def test_following_looks_again_and_again():
                 await asyncio.sleep(0.01)
             following.cancel()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 # --- requests that come to nothing ------------------------------------------------------------------------------------
@@ -177,6 +178,9 @@ def test_following_looks_again_and_again():
 
 class OneReply:
     """An environment that asks once and rewards."""
+
+    connected = asyncio.Event()
+    connected.set()
 
     async def run(self, split, index, answer):
         await answer([{"role": "user", "content": "hi"}], None, [])
@@ -197,7 +201,7 @@ def test_aborted_requests_and_cancelled_rollouts_are_counted(renderer):
             async def rollouts(count):
                 names = [f"r{i}" for i in range(count)]
                 jobs = [runner.start_rollout(TaskChoice("a", 0), "train", n, config.inference.sampling) for n in names]
-                return [job is not None for job in await asyncio.gather(*jobs)]
+                return [isinstance(job, Rollout) for job in await asyncio.gather(*jobs)]
 
             assert await rollouts(2) == [True, True]
             assert (pool.aborted, runner.stats.cancelled) == (0, 0)
@@ -211,4 +215,4 @@ def test_aborted_requests_and_cancelled_rollouts_are_counted(renderer):
             assert (pool.aborted, runner.stats.cancelled) == (6, 2)
             return runner.stats.failures
 
-    assert sum(asyncio.run(scenario()).values()) == 6
+    assert asyncio.run(scenario()) == 6

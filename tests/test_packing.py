@@ -12,6 +12,7 @@ from prl.models.qwen3 import Qwen3Model
 from prl.trainer.head import logprob_head
 from prl.transport import frames
 from prl.transport.batch import TrainBatch
+from prl.transport.kept import KeptTokens
 from prl.transport.packing import Document, build_micro_batch, deal_rows, pack_for_ranks, pack_rows
 
 CARD = ModelCard(
@@ -62,6 +63,7 @@ def test_batch_survives_the_wire():
     documents = [document(n) for n in (5, 9, 16, 3)]
     for d in documents:
         d.routed_experts = np.arange(len(d) * 4, dtype=np.uint8).reshape(len(d), 2, 2)
+        d.kept = KeptTokens.of_sets([np.arange(i, dtype=np.uint16) for i in range(len(d))])
     (rows,) = pack_for_ranks(documents, 16, 1)
     batch = TrainBatch(7, rows, 25, 4, {"stop": False, "checkpoint": True})
     back = TrainBatch.from_bytes(batch.to_bytes())

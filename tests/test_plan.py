@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prl.config import compose
-from prl.planning import make_plan, plan_from_json, plan_to_json, point_id, warm_start_key, warm_start_plan
+from prl.planning import make_plan, plan_from_json, plan_to_json, point_id, warm_start_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parent.parent
@@ -101,13 +101,3 @@ def test_warm_start_is_an_sft_job_of_the_same_model() -> None:
     assert warm_start_plan(warm) is None
     assert warm_start_plan(make_plan(compose(["warm_start=none"]))) is None
     assert plan_from_json(plan_to_json(warm)) == warm
-
-
-@pytest.mark.parametrize("override", ["memory=tight", "algo=grpo", "parallelism=fsdp", "max_steps=3", "optim.lr=1"])
-def test_warm_start_is_shared_by_points_that_only_differ_later(override: str) -> None:
-    assert warm_start_key(compose([override])) == warm_start_key(compose([]))
-
-
-@pytest.mark.parametrize("override", ["seed=1", "warm_start.max_steps=3", "model=tiny_qwen3", "model.init_seed=1"])
-def test_warm_start_key_follows_what_its_result_depends_on(override: str) -> None:
-    assert warm_start_key(compose([override])) != warm_start_key(compose([]))

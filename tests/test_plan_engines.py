@@ -168,7 +168,7 @@ NODES = ["deployment=multi_node", "deployment.gpus_per_node=8", "deployment.num_
         ([*MOE, *APART, "inference.pd.prefill.vllm.dtype=half"], "remove inference.pd.prefill.vllm.dtype"),
         ([*MOE, "inference.vllm.headless=true"], "remove inference.vllm.headless"),
         ([*APART], "inference=vllm, or leave inference.pd out"),
-        (["inference.quantization=fp8"], "inference=vllm, or leave inference.quantization out"),
+        (["inference.quantization=fp8"], "inference.quantization=null, or inference=vllm"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_to_do(overrides: list[str], message: str) -> None:
@@ -176,3 +176,16 @@ def test_what_does_not_fit_is_refused_with_what_to_do(overrides: list[str], mess
         compose(overrides)
     assert message in caught.value.render()
     assert len(caught.value.violations) == 1, caught.value.render()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["inference=vllm", "inference.tp=2", "deployment.num_infer_gpus=2"],
+        ["deployment=multi_node", "inference=vllm", "inference.dp=16", "deployment.num_infer_nodes=2"],
+        ["deployment=multi_node", "inference=vllm", "inference.tp=8", "deployment.num_infer_nodes=3"],
+    ],
+)
+def test_one_engine_on_a_node_may_have_the_last_port(overrides):
+    plan = make_plan(compose(["inference.port=65535", *overrides]))
+    assert {role.local_rank for role in plan.roles_of("inference")} == {0}

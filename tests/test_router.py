@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from runs import SMALL, finish, rows, start, wait_for_step
+from runs import SMALL, Moment, finish, rows, start, wait_for, wait_for_step
 
 from prl.config import compose
 from prl.config.errors import UserError
@@ -118,11 +118,19 @@ def test_vllm_router_is_asked_for_by_name_or_taken_where_it_may_be(monkeypatch):
 @pytest.mark.slow
 def test_a_run_goes_on_when_an_engine_and_then_the_router_are_killed(tmp_path):
     args = [*SMALL, f"cache_dir={tmp_path}/cache", TWO, BUILTIN, "max_steps=14", "eval.interval=0"]
-    process = start([*args, "optim.lr=0.01", f"output_dir={tmp_path}/r"], tmp_path)
-    for step, name in ((3, "inference/0"), (6, "router")):
-        wait_for_step(process, tmp_path / "r", step)
-        status = json.loads((tmp_path / "r/status.json").read_text())
-        os.kill(status["roles"][name]["pid"], signal.SIGKILL)
+    moment = Moment("optimizer step:9", tmp_path / "moment")  # no further before both were killed
+    process = start([*args, "optim.lr=0.01", f"output_dir={tmp_path}/r"], tmp_path, env=moment.env)
+
+    def role(name):
+        return json.loads((tmp_path / "r/status.json").read_text())["roles"][name]
+
+    wait_for_step(process, tmp_path / "r", 3)
+    os.kill(role("inference/0")["pid"], signal.SIGKILL)
+    moment.wait(process)
+    wait_for(process, lambda: role("inference/0")["restarts"] == 1, "restart of the engine", 120)
+    os.kill(role("router")["pid"], signal.SIGKILL)
+    wait_for(process, lambda: role("router")["restarts"] == 1, "restart of the router", 120)
+    moment.go()
     done = finish(process)
     assert done.code == 0, done.output
     for name in ("inference/0", "router"):
@@ -163,7 +171,7 @@ def test_two_engines_are_served_at_one_address(tmp_path, monkeypatch, kind):
                 ask(url, route, {"token_ids": [1]}, key)
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
     assert process.returncode == 143
 
 

@@ -13,11 +13,13 @@ from aiohttp import web
 from fake_engine import generate, pool_of
 
 from prl.config.schema import InferenceConfig, RouterConfig
+from prl.inference.guard import GENERATING_ROUTES, Doors
 from prl.inference.router import replicas
-from prl.inference.router.proxy import CONTROL_ROUTES, GENERATING_ROUTES, Router
+from prl.inference.router.proxy import CONTROL_ROUTES, Router
 from prl.orchestrator import engines
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engines import EnginePool
+from prl.runtime.keys import RunKeys
 
 KEY = {"Authorization": "Bearer token"}
 PROMPT = list(range(64))
@@ -78,7 +80,7 @@ class Client:
         return text.split('"')[3]
 
 
-async def until(condition, timeout_s=5):
+async def until(condition, timeout_s=60):
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "it did not happen in time"
@@ -92,7 +94,7 @@ async def routed(count=2, keys=(b"token",), urls=(), kinds=None, **config):
     async with contextlib.AsyncExitStack() as stack:
         own = [await stack.enter_async_context(upstream.serving()) for upstream in upstreams]
         named = {f"inference/{i}": url for i, url in enumerate([*own, *urls])}
-        router = Router(RouterConfig(**config), named, "token", list(keys), kinds)
+        router = Router(RouterConfig(**config), named, "token", Doors(tuple(keys) or None), kinds)
         url = await stack.enter_async_context(served(router.app()))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         await until(lambda: sum(replica.healthy for replica in router.replicas) >= count)
@@ -200,7 +202,7 @@ def test_a_stream_arrives_piece_by_piece_and_its_break_is_seen():
             for upstream in upstreams:
                 upstream.act = stream
             async with client.session.post(f"{client.url}/v1/completions", json={}, headers=KEY) as response:
-                assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5) == b"data: 1\n\n"
+                assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 60) == b"data: 1\n\n"
                 go.set()
                 with pytest.raises(aiohttp.ClientError):
                     await response.read()
@@ -225,7 +227,7 @@ def test_a_client_that_hangs_up_ends_the_generation():
             await until(lambda: upstream.asked)
             assert client.router.replicas[0].in_flight == 1
             asking.cancel()
-            await asyncio.wait_for(ended.wait(), 5)
+            await asyncio.wait_for(ended.wait(), 60)
             await until(lambda: client.router.replicas[0].in_flight == 0)
             assert client.router.replicas[0].healthy
 
@@ -305,9 +307,9 @@ def test_without_a_healthy_replica_the_router_is_not_healthy():
 @contextlib.asynccontextmanager
 async def routed_pool(count=2, wait=True):
     async with pool_of(count) as (pool, fakes):
-        router = Router(RouterConfig(), dict(zip("ab", pool.urls, strict=False)), "token", [b"token"])
+        router = Router(RouterConfig(), dict(zip("ab", pool.urls, strict=False)), "token", Doors((b"token",)))
         async with served(router.app()) as pool.router:
-            await pool.wait_healthy(5)
+            await pool.wait_healthy(60)
             if wait:
                 await until(lambda: all(replica.healthy for replica in router.replicas))
             yield pool, fakes, router
@@ -351,13 +353,13 @@ def test_a_request_outlives_the_router():
         async with pool_of(1) as (pool, (fake,)):
             fake.go.clear()
             named = {"a": pool.urls[0]}
-            async with served(Router(RouterConfig(), named, "token", [b"token"]).app()) as pool.router:
-                await pool.wait_healthy(5)
+            async with served(Router(RouterConfig(), named, "token", Doors((b"token",))).app()) as pool.router:
+                await pool.wait_healthy(60)
                 job = asyncio.create_task(generate(pool, "late"))
                 await until(lambda: fake.held == ["late"])
             fake.go.set()
             port = int(pool.router.rsplit(":", 1)[1])
-            async with served(Router(RouterConfig(), named, "token", [b"token"]).app(), port):
+            async with served(Router(RouterConfig(), named, "token", Doors((b"token",))).app(), port):
                 assert (await job).token_ids == [9, 9]
             assert pool.retried >= 1
 
@@ -370,7 +372,7 @@ def test_a_router_that_fails_for_good_is_an_error(monkeypatch):
     async def scenario():
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-        pool = EnginePool([], InferenceConfig(), "token", router=f"http://127.0.0.1:{port}")
+        pool = EnginePool([], InferenceConfig(), RunKeys(generate="token"), router=f"http://127.0.0.1:{port}")
         try:
             with pytest.raises(EngineError, match=f"{port}/inference/v1/generate: Client"):
                 await generate(pool)
@@ -392,7 +394,7 @@ def test_a_replica_known_to_be_dead_is_waited_for(monkeypatch):
             assert not job.done()
             assert not fake.bodies
             fake.dying = None
-            await pool.readmit(0, 5)
+            await pool.readmit(0, 60)
             assert (await job).token_ids == [9, 9]
 
     asyncio.run(scenario())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import run
+from runs import UNEVALUATED, rows, run
 from tiny import moe_card, random_model
 
 from prl.bench.router_replay import Sampled, report, score
@@ -48,6 +48,32 @@ def test_in_bfloat16_the_choices_of_the_engine_leave_less_mismatch(bfloat16_mode
     assert result["rerouted"] > 0.01
     assert result["factor"] > 5
     assert result["KL without, rerouted"] > result["KL without, others"]
+
+
+def test_more_experts_than_a_byte_holds_and_a_layer_without_any() -> None:
+    """Indices are those of all layers, as vLLM has them, so that layer 2 is not taken for layer 1."""
+    card = moe_card(num_experts=300, num_hidden_layers=3, mlp_only_layers=(0,), intermediate_size=48)
+    model = random_model(card).requires_grad_(False).eval()
+    sampled = sampled_by(model)
+    assert {(s.routed.dtype, *s.routed.shape[1:]) for s in sampled} == {(np.dtype(np.uint16), 3, 2)}
+    assert max(int(s.routed.max()) for s in sampled) > 255
+    assert not any(s.routed[:, 0].any() for s in sampled)
+    result = report(model, sampled)
+    assert result["rerouted"] == 0
+    assert result["largest KL with"] < 1e-6
+
+
+@pytest.mark.slow
+def test_a_run_replays_them_over_context_parallel_ranks(tmp_path: Path) -> None:
+    card = ["num_experts=300", "mlp_only_layers=[0]", "intermediate_size=96", "num_hidden_layers=3", "init_seed=1"]
+    model = [f"model.{'' if key.startswith('init') else 'card.'}{key}" for key in card]
+    choices = ["algo=sync", "parallelism=cp2", "inference.return_routed_experts=true", "max_steps=1"]
+    where = [f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"]
+    done = run([*UNEVALUATED, *model, *choices, *where], tmp_path)
+    assert done.code == 0, done.output
+    (row,) = rows(tmp_path / "run", "trainer.0")
+    assert row["mismatch_kl_max"] < 1e-6
+    assert 1 < row["expert_load_max_over_mean"] < 300
 
 
 def test_choices_of_other_tokens_are_seen(bfloat16_model: Qwen3Model) -> None:

@@ -14,12 +14,15 @@ from runtime_tree import fill_bytes, mount_small_disk
 
 from prl.config import compose
 from prl.config.errors import UserError
+from prl.inference.isolation import BrokenWeights
 from prl.metrics.writer import MetricsWriter
-from prl.planning.run_plan import RunPlan, make_plan
+from prl.planning.run_plan import RunPlan, make_plan, plan_from_json
 from prl.runtime import environment
+from prl.runtime import restarts as restarts_module
 from prl.runtime.environment import num_threads, visible_devices
 from prl.runtime.failures import blame_rank, classify, error_record, log_tail, parse_error_record
 from prl.runtime.ports import lease_ports
+from prl.runtime.restarts import Restarts
 from prl.runtime.rundir import claim
 from prl.runtime.view import RunView, clock
 
@@ -60,10 +63,36 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     first.release()
 
 
+def test_only_what_a_run_leaves_itself_makes_a_directory_its_own(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model.safetensors.partial").write_text("somebody's")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        claim(plan_of(f"output_dir={run}"))
+    (run / "model.safetensors.partial").rename(run / ".plan.json.1-2.partial")
+    claim(plan_of(f"output_dir={run}")).release()
+
+
 def test_another_point_is_refused(tmp_path: Path) -> None:
     claim(plan_of(f"output_dir={tmp_path / 'run'}")).release()
     with pytest.raises(UserError, match="belongs to a different run"):
         claim(plan_of(f"output_dir={tmp_path / 'run'}", "seed=7"))
+
+
+@pytest.mark.parametrize("torn", ["", '{"point_id": "', "[]", "{}"])
+def test_a_damaged_plan_is_written_anew_by_its_own_point_only(tmp_path: Path, torn: str) -> None:
+    plan = plan_of(f"output_dir={tmp_path / 'run'}")
+    first = claim(plan)
+    first.release()
+    (first.path / "plan.json").write_text(torn)
+    (first.path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="belongs to a different run"):
+        claim(plan_of(f"output_dir={tmp_path / 'run'}", "seed=7"))
+    again = claim(plan)
+    again.release()
+    assert plan_from_json((first.path / "plan.json").read_text()) == plan
+    assert (again.fresh, again.run_id) == (False, first.run_id)
+    assert (first.path / "checkpoints").is_dir()
 
 
 def test_a_full_disk_leaves_no_directory(tmp_path: Path, small_disk: Path) -> None:
@@ -128,6 +157,7 @@ def recorded(error: Exception | None) -> dict[str, Any]:
         ("trainer", -signal.SIGBUS, None, (), 0, "node"),
         ("trainer", 2, UserError("no such file"), (), 0, "config"),
         ("env", 1, ValueError("x"), (), 0, "env"),
+        ("inference", 1, BrokenWeights("version 3"), (), 0, "diverged"),
         ("trainer", 1, ValueError("x"), ("an old line about NCCL error",), 0, "code"),
         ("orchestrator", -signal.SIGSEGV, None, (), 0, "code"),
     ],
@@ -141,6 +171,25 @@ def test_failure_classes(
     expected: str,
 ) -> None:
     assert classify(role, exit_code, recorded(error), tail, oom_kills) == expected
+
+
+@pytest.mark.parametrize(("kind", "again"), [("node", True), ("code", True), ("diverged", False), ("config", False)])
+def test_what_a_new_engine_would_only_meet_again_starts_none(kind: str, again: bool) -> None:
+    assert Restarts(compose(["warm_start=none"])).grant("inference/0", "inference", True, kind, step=0) == again
+
+
+def test_restarts_are_counted_by_what_training_gets_done_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts_module, "WINDOW_S", 0.0)
+    restarts = Restarts(compose(["warm_start=none"]))
+
+    def grants(*steps: int) -> list[bool]:
+        return [restarts.grant("env/a", "env", True, "node", step) for step in steps]
+
+    assert grants(0, 0, 0, 0) == [True, True, True, False]
+    assert grants(9, 10, 11, 12, 19, 20) == [False, True, True, True, False, True]
+    assert restarts.recent("env", 20) == 3
+    monkeypatch.setattr(restarts_module, "WINDOW_S", 60.0)
+    assert restarts.recent("env", 1000) == 7, "many steps in a moment are no progress worth a restart"
 
 
 def test_the_cause_ranks_before_its_consequences() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from prl.runtime.environment import ALLOCATORS, child_environment
 from prl.runtime.rundir import is_locked
 
 SLOW_STEPS = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
+STAYING = {name: {"step_s": 0.1, "stay_at": 5} for name in ("orchestrator", "trainer/0")}  # it is hit before its end
 WAITS = {"orchestrator": {"step_s": 5}, "trainer/0": {"step_s": 5}}
 MANY = "max_steps=1000"
 
@@ -72,32 +74,10 @@ def test_an_inference_job_runs_until_a_signal(start: Start) -> None:
     root = start(config="inference")
     wait_for(lambda: root.status().get("state") == "running")
     root.process.send_signal(signal.SIGTERM)
-    assert root.wait()[0] == 143
-    assert root.status()["state"] == "stopped"
-
-
-@pytest.mark.slow
-def test_the_warm_start_is_made_once(start: Start) -> None:
-    overrides = ("warm_start=reverse_text", "warm_start.max_steps=3")
-    code, output = start(*overrides, name="first").wait()
-    assert code == 0, output
-    assert "[warm start] step 3/3" in output
-    root = start(*overrides, name="second")
     code, output = root.wait()
-    assert code == 0, output
-    assert "warm start: cached, skipped" in output
-    assert not (root.run_dir / "warm_start").exists()
-    [cached] = (root.run_dir.parent / "cache" / "warm_start").glob("*/weights")
-    assert cached.read_text().startswith("made by")
-
-
-@pytest.mark.slow
-def test_two_runs_make_one_warm_start_together(start: Start) -> None:
-    overrides = ("warm_start=reverse_text", "warm_start.max_steps=30")
-    roots = [start(*overrides, name=name) for name in ("first", "second")]
-    outputs = [root.wait() for root in roots]
-    assert [code for code, _ in outputs] == [0, 0]
-    assert sum("[warm start] step" in output for _, output in outputs) == 1
+    assert code == 143
+    assert root.status()["state"] == "stopped"
+    assert "checkpoint" not in output
 
 
 def test_children_get_threads_and_marker_but_no_token(start: Start) -> None:
@@ -144,20 +124,22 @@ def test_two_runs_in_the_same_second_never_meet(start: Start, tmp_path: Path) ->
 def test_a_signal_saves_and_stops_in_order(start: Start, number: signal.Signals, code: int) -> None:
     root = start(MANY, script=SLOW_STEPS)
     root.await_step(3)
+    root.await_running()
     root.process.send_signal(number)
     found, output = root.wait()
     assert found == code, output
     assert root.status()["state"] == "stopped"
     last = logged_steps(root)[-1]
     assert steps(root.run_dir)[-1] == last
-    assert {role["exit"] for role in root.status()["roles"].values()} == {0}
+    assert {role["exit"] for role in root.status()["roles"].values()} == {0}, output
     assert root.alive() == []
 
 
 @pytest.mark.slow
 def test_a_stopped_run_resumes_where_it_stopped(start: Start) -> None:
-    root = start("max_steps=8", script=SLOW_STEPS)
+    root = start("max_steps=8", script=STAYING)
     root.await_step(3)
+    root.await_running()
     root.process.send_signal(signal.SIGTERM)
     assert root.wait()[0] == 143
     (root.run_dir / "stop").unlink()
@@ -185,7 +167,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     root.process.send_signal(signal.SIGINT)
     started_s = time.monotonic()
     assert root.wait()[0] == 130
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 45  # and not deployment.stop_timeout_s, a minute
     assert root.alive() == []
 
 
@@ -213,10 +195,10 @@ def test_sigkill_of_the_root_leaves_nobody(start: Start) -> None:
     root = start(MANY, script=script)
     root.await_step(2)
     wait_for(lambda: len(root.alive()) == 8)  # root, reaper, four roles, two grandchildren in sessions of their own
-    time.sleep(1.1)  # the reaper surveys once a second, and that is how it knows the unmarked one
+    root.await_surveys()  # that is how the reaper knows the unmarked one
     root.process.kill()
     root.process.wait()
-    assert root.await_gone() < 5
+    root.await_gone()
     assert root.status()["state"] == "failed"
     assert root.status()["failure"]["role"] == "root"
 
@@ -224,21 +206,35 @@ def test_sigkill_of_the_root_leaves_nobody(start: Start) -> None:
 def test_a_killed_reaper_is_replaced(start: Start) -> None:
     root = start(MANY, script=SLOW_STEPS | {"inference/0": {"grandchild": True}})
     root.await_step(1)
-    [reaper] = reapers(root)
+    [reaper] = root.reapers()
     os.kill(reaper, signal.SIGKILL)
-    wait_for(lambda: reapers(root) not in ([], [reaper]))
+    wait_for(lambda: root.reapers() not in ([], [reaper]))
     root.process.kill()
     root.process.wait()
-    assert root.await_gone() < 5
+    root.await_gone()
 
 
-def reapers(root: Root) -> list[int]:
-    return [pid for pid in root.alive() if b"reaper.py" in read_bytes(Path(f"/proc/{pid}/cmdline"))]
+def test_shared_memory_of_a_killed_run_is_unlinked_and_no_other(start: Start) -> None:
+    others = SharedMemory(create=True, size=4096)
+    try:
+        root = start(MANY, script=SLOW_STEPS | {"inference/0": {"segment_beside": others.name}})
+        wait_for((root.run_dir / "segment").exists)
+        root.await_surveys()
+        segment = Path("/dev/shm") / (root.run_dir / "segment").read_text()
+        assert segment.exists()
+        root.process.kill()
+        root.process.wait()
+        root.await_gone()
+        assert not segment.exists()
+        assert (Path("/dev/shm") / others.name).exists()
+    finally:
+        others.close()
+        others.unlink()
 
 
 @pytest.mark.slow
 def test_after_sigkill_of_the_root_the_next_start_resumes(start: Start) -> None:
-    root = start("max_steps=9", script=SLOW_STEPS)
+    root = start("max_steps=9", script=STAYING)
     root.await_step(4)
     root.process.kill()
     root.process.wait()
@@ -254,7 +250,7 @@ def test_sigkill_of_a_child_ends_the_run(start: Start, name: str) -> None:
     root = start(MANY, script=SLOW_STEPS)
     root.await_step(2)
     os.kill(root.pid_of(name), signal.SIGKILL)
-    code, output = root.wait(5)
+    code, output = root.wait()
     assert code == 1
     assert f"{name} (rank 0, node 0) failed, class node: killed by SIGKILL from outside" in output
     assert f"{name} is ready" in output  # of the log
@@ -269,7 +265,7 @@ def test_sigkill_of_a_trainer_rank_names_that_rank(start: Start) -> None:
     root = start(MANY, "deployment.num_train_gpus=2", "parallelism.dp_shard=2", script=script)
     root.await_step(2)
     os.kill(root.pid_of("trainer/1"), signal.SIGKILL)
-    assert root.wait(5)[0] == 1
+    assert root.wait()[0] == 1
     assert (root.status()["failure"]["role"], root.status()["failure"]["rank"]) == ("trainer/1", 1)
 
 
@@ -319,7 +315,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(start: Start, small_disk: Path) -> None:
-    root = start(MANY, script=SLOW_STEPS | {"orchestrator": {"fill_disk": True, "at": 4}})
+    full = {"orchestrator": {"step_s": 0.1, "fill_disk": True, "at": 4}}
+    root = start(MANY, script=full | {"trainer/0": {"step_s": 60}})  # else its metrics may find the disk full first
     code, output = root.wait()
     assert code == 2, output
     assert (
@@ -329,29 +326,44 @@ def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(start: Start, sma
     assert root.alive() == []
 
 
+def test_a_server_that_dies_in_an_orderly_stop_costs_no_checkpoint(start: Start) -> None:
+    slow = {"orchestrator": {"step_s": 0.1, "save_s": 1.5}, "trainer/0": {"step_s": 0.1}}
+    root = start(MANY, "ckpt.interval=0", script=slow | {"inference/0": {"leave_at_stop": True}})
+    root.await_step(1)
+    root.await_running()
+    root.process.send_signal(signal.SIGTERM)
+    code, output = root.wait()
+    assert code == 143, output
+    status = root.status()
+    assert (status["state"], status["failure"]) == ("stopped", None)
+    assert status["roles"]["inference/0"]["exit"] == 1
+    assert status["saved"]
+
+
 @pytest.mark.slow
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(start: Start) -> None:
-    root = start(script={"trainer/0": {"raise": "enough", "at": 6}, "orchestrator": {"step_s": 0.02}})
+    root = start(script={"orchestrator": {"raise": "enough", "at": 6}})  # who saves, before it saves
     root.wait()
-    assert len(steps(root.run_dir)) == 2
+    assert steps(root.run_dir) == [2, 4]
     before, newest = (root.run_dir / "checkpoints" / f"step_{step}" for step in steps(root.run_dir))
-    (newest / "state").write_text("state of step X")
+    (newest / "trainer" / "state").write_text("state of step X")
     code, output = start().wait()
     assert code == 0, output
-    assert f"is damaged and skipped: {newest / 'state'}" in output
+    assert f"is damaged and skipped: {newest / 'trainer/state'}" in output
     assert f"resuming from the checkpoint of step {before.name.removeprefix('step_')}" in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["env/reverse_text", "inference/0"])
 def test_a_server_is_restarted_on_the_same_port(start: Start, name: str) -> None:
-    root = start("max_steps=12", script=SLOW_STEPS | {name: {"kill": "SIGKILL", "tell_port": True}})
+    root = start(MANY, script=SLOW_STEPS | {name: {"kill": "SIGKILL", "tell_port": True}})
+    (first, second) = root.await_listening(LOGS[name], 2)
+    root.await_step(max(root.rows_written().values()) + 2)  # the run goes on
+    root.process.send_signal(signal.SIGTERM)
     code, output = root.wait()
-    assert code == 0, output
+    assert code == 143, output
     assert f"{name} ended (killed by SIGKILL from outside); restart 1 of 3" in output
     assert root.status()["roles"][name]["restarts"] == 1
-    log = Path(root.run_dir / "logs" / LOGS[name]).read_text()
-    (first, second) = re.findall(r"LISTENS (\d+) RESTARTS (\d)", log)
     assert first[0] == second[0]
     assert (first[1], second[1]) == ("0", "1")
 
@@ -386,7 +398,7 @@ def test_an_engine_without_memory_is_restarted_once(start: Start) -> None:
     ],
 )
 def test_an_engine_that_cannot_come_back_ends_the_run(start: Start, override: str, why: str) -> None:
-    code, output = start(MANY, override, script=SLOW_STEPS | {"inference/0": {"kill": "SIGKILL"}}).wait(10)
+    code, output = start(MANY, override, script=SLOW_STEPS | {"inference/0": {"kill": "SIGKILL"}}).wait()
     assert code == 1
     assert f"class node: killed by SIGKILL from outside; no restart: {why}" in output
 
@@ -395,7 +407,7 @@ def test_an_engine_that_cannot_come_back_ends_the_run(start: Start, override: st
 def test_a_stop_while_an_engine_comes_back_saves_a_checkpoint(start: Start) -> None:
     root = start(MANY, script=SLOW_STEPS | {"inference/0": {"kill": "SIGKILL", "stuck_when_restarted": True}})
     root.await_step(1)
-    wait_for(lambda: root.status()["roles"]["inference/0"]["restarts"] == 1)
+    wait_for(lambda: root.status()["roles"].get("inference/0", {}).get("restarts") == 1)
     os.kill(root.process.pid, signal.SIGINT)
     code, output = root.wait()
     assert code == 130, output
@@ -407,7 +419,7 @@ def test_a_stop_while_an_engine_comes_back_saves_a_checkpoint(start: Start) -> N
 
 @pytest.mark.slow
 def test_a_hung_child_is_found_and_its_stack_shown(start: Start) -> None:
-    root = start(MANY, "deployment.hang_timeout_s=1.5", script=SLOW_STEPS | {"trainer/0": {"hang": True, "at": 2}})
+    root = start(MANY, "deployment.hang_timeout_s=5", script=SLOW_STEPS | {"trainer/0": {"hang": True, "at": 2}})
     code, output = root.wait()
     assert code == 1
     assert root.status()["failure"]["class"] == "hang"
@@ -419,7 +431,7 @@ def test_a_hung_child_is_found_and_its_stack_shown(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_child_that_never_comes_up_is_found(start: Start) -> None:
-    root = start(MANY, "deployment.start_timeout_s=1", script={"inference/0": {"stuck_at_start": True}})
+    root = start(MANY, "deployment.start_timeout_s=12", script={"inference/0": {"stuck_at_start": True}})
     code, output = root.wait()
     assert code == 1
     assert "inference/0 (rank 0, node 0) failed, class hang: not ready" in output

@@ -115,7 +115,7 @@ def test_a_hugging_face_dataset(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", pairs(20))
     config = SftDataConfig(source="json", args={"data_files": str(path)})
     assert len(load_conversations(config, "train")) == 19
-    with pytest.raises(UserError, match=r"(?s)could not be loaded.*data.source=json, data.split=nonsense"):
+    with pytest.raises(UserError, match=r"(?s)could not be loaded.*sft.data.source=json, sft.data.split=nonsense"):
         load_conversations(config.model_copy(update={"split": "nonsense"}), "train")
     bad = config.model_copy(update={"args": {"data_files": str(write(tmp_path / "bad.jsonl", [{"text": "a"}]))}})
     with pytest.raises(UserError, match="not a training example: neither"):

@@ -4,10 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from runs import Moment, finish, kill_root, rows, start, wait_until_stopping
 
 pytestmark = pytest.mark.slow
 
@@ -29,21 +29,17 @@ def command(run_dir: Path, dataset: Path, *overrides: str) -> list[str]:
     ]  # fmt: skip
 
 
-def rows(run_dir: Path) -> list[dict]:
-    path = run_dir / "metrics" / "trainer.0.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def series(run_dir: Path) -> list[tuple]:
     """What must not depend on an interruption."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")
-    return [tuple(row.get(key) for key in keys) for row in rows(run_dir)]
+    return [tuple(row.get(key) for key in keys) for row in rows(run_dir, "trainer.0")]
 
 
 def run(*args) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.smoke
 def test_an_interrupted_run_resumes_to_the_same_losses(dataset, tmp_path):
     whole = tmp_path / "whole"
     done = run(whole, dataset)
@@ -54,19 +50,15 @@ def test_an_interrupted_run_resumes_to_the_same_losses(dataset, tmp_path):
     assert [row[-1] is not None for row in expected] == [False, False, True, False, False, True]
 
     broken = tmp_path / "broken"
-    child = subprocess.Popen(command(broken, dataset), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        deadline = time.monotonic() + 90
-        while len(rows(broken)) < 2:
-            assert child.poll() is None, child.communicate()[0]
-            assert time.monotonic() < deadline, "no two steps in time"
-            time.sleep(0.01)
-        child.send_signal(signal.SIGINT)
-        output, _ = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    assert child.returncode == 130, output
-    stopped_at = len(rows(broken))
+    moment = Moment("optimizer step:3", tmp_path / "moment")
+    child = start(command(broken, dataset)[3:], tmp_path, "prl.sft", env=moment.env)
+    moment.wait(child)
+    child.send_signal(signal.SIGINT)
+    wait_until_stopping(child, broken)
+    moment.go()
+    done = finish(child)
+    assert done.code == 130, done.output
+    stopped_at = len(rows(broken, "trainer.0"))
     assert 2 <= stopped_at < STEPS
     assert (broken / "checkpoints" / f"step_{stopped_at}").is_dir()
 
@@ -84,3 +76,16 @@ def test_a_missing_dataset_is_a_user_error_and_leaves_nothing(tmp_path):
     assert "the dataset does not exist" in finished.stderr + finished.stdout
     assert "absent.jsonl" in finished.stderr + finished.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_reached_its_target_trains_no_further_when_it_resumes(dataset, tmp_path):
+    """Killed between its last checkpoint and its end."""
+    run_dir, moment = tmp_path / "run", Moment("committed", tmp_path / "moment")
+    args = command(run_dir, dataset, "sft.target_val_loss=100", "ckpt.export_hf=false")[3:]
+    process = start(args, tmp_path, "prl.sft", env=moment.env)
+    moment.wait(process)
+    kill_root(process)
+    done = finish(start(args, tmp_path, "prl.sft"))
+    assert done.code == 0, done.output
+    assert [row["step"] for row in rows(run_dir, "trainer.0")] == [1, 2, 3]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_3"]

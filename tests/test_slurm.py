@@ -1,15 +1,16 @@
-"""Sweeps on a real SLURM: arrays by shape, resume, requeue, cancellation, frozen code. Supervised runs start fast."""
+"""Sweeps on a real SLURM: arrays by shape, resume, requeue, cancellation; supervised runs where there are many."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
 import time
 
 import pytest
 from slurm_cluster import (
+    Held,
     agent_of,
     ask,
-    copy_checkout,
     points_of,
     processes_in,
     states,
@@ -19,37 +20,65 @@ from slurm_cluster import (
     sweep_of,
     wait_for_queue,
     wait_until,
+    wait_until_stopping,
 )
 
+from prl.runtime.agent import read_attempts
+from prl.runtime.hours import read_hours
 from prl.runtime.ledger import read_failures
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.usefixtures("slurm")]
 
-LONG = ["max_steps=40", "seq_len=256", "ckpt.interval=2", "slurm.signal_delay_s=20"]
+WITHOUT_TASKS = """
+from prl.envs.protocol import Environment
+
+
+class EmptyHanded(Environment):
+    def tasks(self, split):
+        return []
+
+    def reward(self, task, messages):
+        return 0.0
+"""
+LONG = ["max_steps=40", "ckpt.interval=2", "slurm.signal_delay_s=20"]
 
 
 def test_two_shapes_are_two_arrays_and_a_second_call_submits_nothing(tmp_path):
-    grid = ["parallelism.dp_shard=1,2", "seed=1,2", "optim.lr=0.001,0.002"]
+    grid = ["deployment.num_train_gpus=1,2", "seed=1,2", "max_steps=2"]
     done = submit(tmp_path, *grid)
     assert done.returncode == 0, done.stderr
     submissions = sweep_of(tmp_path)["submissions"]
-    assert [len(job["points"]) for job in submissions] == [4, 4]
+    assert [len(job["points"]) for job in submissions] == [2, 2]
     wait_for_queue()
     assert set(states(tmp_path).values()) == {"COMPLETED"}
-    assert len(states(tmp_path)) == 8
-    assert [status_of(point)["state"] for point in points_of(tmp_path)] == ["done"] * 8
+    assert len(states(tmp_path)) == 4
+    assert [status_of(point)["state"] for point in points_of(tmp_path)] == ["done"] * 4
+    assert [steps_of(point) for point in points_of(tmp_path)] == [[1, 2]] * 4
     again = submit(tmp_path, *grid)
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count("done already") == 8
+    assert again.stderr.count("done already") == 4
     assert sweep_of(tmp_path)["submissions"] == submissions
 
 
+def test_equal_commands_at_the_same_instant_submit_once(tmp_path):
+    held = "slurm.sbatch=['--hold']"  # in the queue until the slowest of them has looked there
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda _: submit(tmp_path, "seed=1,2", "max_steps=1", held), range(3)))
+    assert [one.returncode for one in done] == [0] * 3, [one.stderr for one in done]
+    assert [len(job["points"]) for job in sweep_of(tmp_path)["submissions"]] == [2]
+    assert sum(one.stderr.count("running or queued already") for one in done) == 4
+    ask("scancel", sweep_of(tmp_path)["submissions"][0]["job_id"])
+    wait_for_queue()
+
+
 def test_a_killed_agent_costs_one_point_which_resumes(tmp_path):
-    done = submit(tmp_path, *LONG, "seed=1,2")
+    held = Held("optimizer step:20", tmp_path / "moment", elements=2)
+    done = submit(tmp_path, *LONG, "seed=1,2", env=held.env)
     assert done.returncode == 0, done.stderr
     victim, other = points_of(tmp_path)
-    wait_until(lambda: status_of(victim).get("step", 0) >= 4, 120, "step 4")
+    held.wait()
     agent_of(victim, tmp_path).kill()
+    held.go()
     wait_for_queue()
     assert sorted(states(tmp_path).values()) == ["COMPLETED", "FAILED"]
     assert status_of(other)["state"] == "done"
@@ -60,58 +89,79 @@ def test_a_killed_agent_costs_one_point_which_resumes(tmp_path):
     assert status_of(victim)["state"] == "done"
     assert status_of(victim)["attempt"] == 2
     assert steps_of(victim) == list(range(1, 41))
+    killed, resumed = read_hours(victim, None)
+    assert (killed.is_over, resumed.is_over) == (False, True)
+    assert killed.began < read_attempts(victim)[0]["started"] < killed.updated < resumed.began
 
 
-@pytest.mark.parametrize("how", ["requeue", pytest.param("warning", marks=pytest.mark.exhaustive)])
-def test_a_run_that_is_sent_back_to_the_queue_resumes_without_gap_or_double_step(tmp_path, how):
-    done = submit(tmp_path, *LONG, "seed=1")
+@pytest.mark.parametrize("how", ["warning", pytest.param("requeue", marks=pytest.mark.exhaustive)])
+def test_an_element_that_is_sent_back_to_the_queue_resumes_without_gap_or_double_step(tmp_path, how):
+    """The last one of an array, whose own number is that of the whole: the others are left alone."""
+    held = Held("optimizer step:20", tmp_path / "moment", elements=2)
+    done = submit(tmp_path, *LONG, "seed=1,2", env=held.env)
     assert done.returncode == 0, done.stderr
-    (point,) = points_of(tmp_path)
-    job = sweep_of(tmp_path)["submissions"][0]["job_id"]
-    wait_until(lambda: status_of(point).get("step", 0) >= 5, 120, "step 5")
-    command = ["scontrol", "requeue", job] if how == "requeue" else ["scancel", "--signal=USR2", job]
-    ask(*command)
+    other, point = points_of(tmp_path)
+    array = sweep_of(tmp_path)["submissions"][0]["job_id"]
+    held.wait()
+    command = ["scontrol", "requeue"] if how == "requeue" else ["scancel", "--signal=USR2"]
+    ask(*command, f"{array}_1")
+    wait_until_stopping(point)
+    held.go()
     wait_until(lambda: status_of(point).get("attempt", 0) == 2, 120, "a second attempt")
     wait_for_queue()
-    assert states(tmp_path) == {job: "COMPLETED"}
-    assert status_of(point)["state"] == "done"
-    assert steps_of(point) == list(range(1, 41))
+    assert states(tmp_path) == {f"{array}_0": "COMPLETED", f"{array}_1": "COMPLETED"}
+    for one, attempts in ((other, 1), (point, 2)):
+        assert status_of(one)["state"] == "done"
+        assert steps_of(one) == list(range(1, 41))
+        assert len(read_attempts(one)) == attempts
+    (first, second), (once,) = read_hours(point, None), read_hours(other, None)
+    assert [(a.job, a.devices, a.is_over) for a in (first, second, once)] == [
+        *[(f"{array}_1", 2, True)] * 2, (f"{array}_0", 2, True)
+    ]  # fmt: skip
+    assert second.began > first.updated  # in the queue nobody pays
 
 
 def test_preemption_saves_and_resumes(tmp_path):
     where = ["slurm.partition=preemptible", "slurm.sbatch=['--exclusive']"]
-    done = submit(tmp_path, *LONG, "max_steps=150", "seed=1", *where)
+    held = Held("optimizer step:20", tmp_path / "moment")
+    done = submit(tmp_path, *LONG, "seed=1", *where, env=held.env)
     assert done.returncode == 0, done.stderr
     (point,) = points_of(tmp_path)
-    wait_until(lambda: status_of(point).get("step", 0) >= 3, 120, "step 3")
+    held.wait()
     ask("sbatch", "--nodes=2", "--exclusive", f"--output={tmp_path}/other.log", "--wrap=srun sleep 3")
+    wait_until_stopping(point)
+    held.go()
     wait_until(lambda: status_of(point).get("attempt", 0) == 2, 120, "a second attempt")
     wait_for_queue()
     assert status_of(point)["state"] == "done"
-    assert steps_of(point) == list(range(1, 151))
+    assert steps_of(point) == list(range(1, 41))
 
 
 @pytest.mark.exhaustive
 def test_scancel_leaves_no_process(tmp_path):
-    done = submit(tmp_path, *LONG, "max_steps=4000", "parallelism.dp_shard=2", "seed=1,2")
+    done = submit(tmp_path, *LONG, "max_steps=4000", "deployment.num_train_gpus=2", "seed=1,2")
     assert done.returncode == 0, done.stderr
     points = points_of(tmp_path)
     wait_until(lambda: all(status_of(point).get("step", 0) >= 2 for point in points), 120, "step 2")
     assert len(processes_in(tmp_path)) >= 4
     ask("scancel", sweep_of(tmp_path)["submissions"][0]["job_id"])
-    time.sleep(10)
-    assert processes_in(tmp_path) == []
-    wait_for_queue(30)
+    wait_until(lambda: not processes_in(tmp_path), 90, "the end of all processes")
+    wait_for_queue()
     assert set(states(tmp_path).values()) == {"CANCELLED by 0"}
 
 
-def test_a_failing_point_is_failed_for_slurm_and_has_a_class(tmp_path):
-    data = tmp_path / "broken.jsonl"
-    data.write_text('{"messages": 3}\n')
-    done = submit(tmp_path, "data=jsonl,reverse_text", f"+dummy={data}")
+@pytest.mark.parametrize("job", ["rl", pytest.param("sft", marks=pytest.mark.exhaustive)])
+def test_a_failing_point_is_failed_for_slurm_and_has_a_class(tmp_path, job):
+    if job == "rl":  # an environment of the user's own, and what of it only the job can see
+        (tmp_path / "empty_handed.py").write_text(WITHOUT_TASKS)
+        wrong, fails = ["algo=grpo,nope"], ["+env.mix={empty: {id: 'empty_handed:EmptyHanded'}}"]
+    else:
+        (tmp_path / "broken.jsonl").write_text('{"messages": 3}\n')
+        wrong, fails = ["+dummy=1"], ["data=jsonl", f"sft.data.source={tmp_path}/broken.jsonl"]
+    done = submit(tmp_path, *fails, *wrong, "seed=1,2", job=job)
     assert done.returncode == 2  # nothing is submitted when any point is wrong
     assert not (tmp_path / "outputs").exists()
-    done = submit(tmp_path, "data=jsonl", f"sft.data.source={data}", "seed=1,2")
+    done = submit(tmp_path, *fails, "seed=1,2", job=job)
     assert done.returncode == 0, done.stderr
     wait_for_queue()
     assert set(states(tmp_path).values()) == {"FAILED"}
@@ -121,21 +171,9 @@ def test_a_failing_point_is_failed_for_slurm_and_has_a_class(tmp_path):
     assert {(row["attempt"], row["class"], row["node"][0], row["requeued"]) for row in failures} == {
         (1, "config", "n", False)
     }
-    again = submit(tmp_path, "data=jsonl", f"sft.data.source={data}", "seed=1,2")
+    again = submit(tmp_path, *fails, "seed=1,2", job=job)
     assert len(sweep_of(tmp_path)["submissions"]) == 1, again.stderr
     assert "retry_failed=true" in again.stderr
-
-
-def test_edits_after_submission_change_nothing(tmp_path):
-    source = copy_checkout(tmp_path / "checkout")
-    done = submit(tmp_path, "seed=1", "slurm.sbatch=['--begin=now+8']", source=source)
-    assert done.returncode == 0, done.stderr
-    (source / "conf/base.yaml").write_text("broken: [")
-    (source / "prl/trainer/sft_loop.py").write_text("raise SystemExit('edited')")
-    (source / "prl/__init__.py").write_text("raise SystemExit('edited')")
-    wait_for_queue()
-    assert set(states(tmp_path).values()) == {"COMPLETED"}
-    assert steps_of(points_of(tmp_path)[0]) == [1, 2, 3, 4]
 
 
 @pytest.mark.timed
@@ -143,25 +181,25 @@ def test_many_points_are_submitted_fast_and_arrays_are_cut(tmp_path):
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")  # nothing is to start
     try:
         started = time.monotonic()
-        done = submit(tmp_path, f"seed=range({64})")
+        done = submit(tmp_path, "seed=range(64)")
         elapsed = time.monotonic() - started
         assert done.returncode == 0, done.stderr
         assert [len(job["points"]) for job in sweep_of(tmp_path)["submissions"]] == [64]
         assert elapsed < 5
         more = submit(tmp_path, "seed=range(100,130)", "hydra.launcher.max_array_size=16")
         assert [len(job["points"]) for job in sweep_of(tmp_path)["submissions"]] == [64, 16, 14], more.stderr
-        again = submit(tmp_path, f"seed=range({64})")
+        again = submit(tmp_path, "seed=range(64)")
         assert again.stderr.count("running or queued already") == 64
         sweep = str(tmp_path / "outputs/sweeps/s")
         assert states_told(sweep) == ["queued"] * 94
         ask(sys.executable, "-m", "prl.cancel", str(points_of(tmp_path)[3]))
         assert sorted(states_told(sweep)) == ["missing", *["queued"] * 93]
         ask(sys.executable, "-m", "prl.cancel", sweep)
-        assert ask("squeue", "--noheader") == ""
+        wait_until(lambda: not ask("squeue", "--noheader"), 30, "an empty queue")
     finally:
         ask("scancel", "--user=root")
         ask("scontrol", "update", "PartitionName=main", "State=UP")
-        wait_for_queue(30)
+        wait_for_queue()
 
 
 def states_told(sweep):

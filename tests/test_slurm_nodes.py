@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 from slurm_cluster import (
+    SMALL_RL,
+    TWO_NODES,
+    Held,
     ask,
     points_of,
     processes_in,
@@ -18,45 +20,29 @@ from slurm_cluster import (
     sweep_of,
     wait_for_queue,
     wait_until,
+    wait_until_stopping,
 )
 
 from prl.runtime.agent import read_attempts
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.usefixtures("slurm")]
 
-TWO_NODES = ["deployment=multi_node", "deployment.gpus_per_node=2", "deployment.device=cpu"]
-SMALL_RL = [
-    "weight_transport=tcp",
-    "warm_start=none",
-    "eval=none",
-    "logging=none",
-    "algo.batch_size=16",
-    "inference.sampling.max_tokens=16",
-    "ckpt.export_hf=false",
-]
-SMALL_SFT = [
-    "seq_len=128",
-    "sft.batch_size=4",
-    "sft.val_interval=0",
-    "logging=none",
-    "ckpt.export_hf=false",
-    "ckpt.interval=2",
-]
-LONG = ["max_steps=16", "slurm.signal_delay_s=20", "deployment.num_train_nodes=2", *SMALL_SFT]
+OVER_TCP = ["weight_transport=tcp", *SMALL_RL]
+LONG = ["max_steps=16", "slurm.signal_delay_s=20", "ckpt.interval=2", *OVER_TCP]
 
 
-def submit(directory, *overrides, job="rl"):
+def submit(directory, *overrides, env=None):
     command = [
         sys.executable,
         "-m",
-        f"prl.{job}",
+        "prl.rl",
         "-m",
         "hydra/launcher=slurm",
         "sweep=s",
         f"cache_dir={directory}/cache",
     ]
     lines = [*TWO_NODES, *overrides, "seed=1"]
-    done = subprocess.run([*command, *lines], cwd=directory, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *lines], cwd=directory, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (point,) = points_of(directory)
     return sweep_of(directory)["submissions"][0]["job_id"], point
@@ -71,13 +57,15 @@ def pids_of(point):
 
 
 def test_a_disaggregated_job_on_two_nodes_trains_over_tcp(tmp_path):
-    job, point = submit(tmp_path, "max_steps=4", *SMALL_RL)
-    wait_until(lambda: status_of(point).get("step", 0) >= 1, 150, "step 1")
+    held = Held("optimizer step:2", tmp_path / "moment")
+    job, point = submit(tmp_path, "max_steps=4", *OVER_TCP, env=held.env)
+    held.wait()
     pids = pids_of(point)
     assert {name: node_of(pids[name]) for name in ("inference/0", "inference/1", "orchestrator")} == dict.fromkeys(
         ("inference/0", "inference/1", "orchestrator"), "n0"
     )
     assert [node_of(pids[f"trainer/{rank}"]) for rank in (0, 1)] == ["n1", "n1"]
+    held.go()
     wait_for_queue()
     assert states(tmp_path) == {job: "COMPLETED"}
     assert status_of(point)["state"] == "done"
@@ -95,23 +83,25 @@ def test_a_disaggregated_job_on_two_nodes_trains_over_tcp(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_warning_reaches_the_run_on_both_nodes_and_it_resumes(tmp_path):
-    job, point = submit(tmp_path, *LONG, job="sft")
-    wait_until(lambda: status_of(point).get("step", 0) >= 3, 150, "step 3")
+    held = Held("optimizer step:8", tmp_path / "moment")
+    job, point = submit(tmp_path, *LONG, env=held.env)
+    held.wait()
     ask("scancel", "--signal=USR2", job)
+    wait_until_stopping(point)
+    held.go()
     wait_until(lambda: status_of(point).get("attempt", 0) == 2, 120, "a second attempt")
-    wait_for_queue(200)
+    wait_for_queue()
     assert states(tmp_path) == {job: "COMPLETED"}
     assert steps_of(point) == list(range(1, 17))
 
 
 def test_scancel_leaves_no_process_on_either_node(tmp_path):
-    job, point = submit(tmp_path, *LONG, "max_steps=4000", job="sft")
+    job, point = submit(tmp_path, *LONG, "max_steps=4000")
     wait_until(lambda: status_of(point).get("step", 0) >= 2, 150, "step 2")
     assert {node_of(pid) for pid in pids_of(point).values()} == {"n0", "n1"}
     ask("scancel", job)
-    time.sleep(10)
-    assert processes_in(tmp_path) == []
-    wait_for_queue(30)
+    wait_until(lambda: not processes_in(tmp_path), 90, "the end of all processes")
+    wait_for_queue()
     assert states(tmp_path) == {job: f"CANCELLED by {os.getuid()}"}
 
 
@@ -121,12 +111,14 @@ def test_scancel_leaves_no_process_on_either_node(tmp_path):
 )
 def test_a_node_that_dies_requeues_the_job_once_and_it_resumes(tmp_path, slurm, node):
     """The root notices another node's death at once and requeues; of its own node, SLURM does after SlurmdTimeout."""
-    job, point = submit(tmp_path, *LONG, job="sft")
-    wait_until(lambda: status_of(point).get("step", 0) >= 3, 150, "step 3")
+    held = Held("optimizer step:8", tmp_path / "moment")
+    job, point = submit(tmp_path, *LONG, env=held.env)
+    held.wait()
     slurm.kill_node(node)
+    held.go()
     wait_until(lambda: ask("squeue", "--noheader", f"--jobs={job}", "--format=%T") == "PENDING", 90, "the requeue")
     slurm.start_node(node)
-    wait_for_queue(200)
+    wait_for_queue()
     assert "Restarts=1 " in ask("scontrol", "show", "job", job) + " "
     assert status_of(point)["state"] == "done"
     assert steps_of(point) == list(range(1, 17))

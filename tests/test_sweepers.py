@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SMALL
+from slurm_cluster import SMALL, SMALL_RL
 
 from launch import waiting
 from launch.points import Point
@@ -46,19 +46,28 @@ class Climber(Sweeper):
 """
 
 
-def run(directory: Path, *overrides: str, launcher: str = "local") -> subprocess.CompletedProcess[str]:
+# what a sweeper learns from: held-out loss, held-out reward
+JUDGED = {
+    "sft": [*SMALL, "sft.val_interval=2", "sft.val_rows=2"],
+    "rl": [*(line for line in SMALL_RL if line != "eval=none"), "max_steps=2", "eval.num_tasks=4"],
+}
+
+
+def run(
+    directory: Path, *overrides: str, launcher: str = "local", job: str = "sft"
+) -> subprocess.CompletedProcess[str]:
     package = directory / "plugins" / "hydra_plugins" / "climber"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(SWEEPER)
     path = os.pathsep.join([str(package.parent.parent), str(Path(__file__).parent.parent)])
-    lines = [*SMALL, "sft.val_interval=2", "sft.val_rows=2", f"cache_dir={directory}/cache", "sweep=s", *overrides]
+    lines = [*JUDGED[job], f"cache_dir={directory}/cache", "sweep=s", *overrides]
     return subprocess.run(
-        [sys.executable, "-m", "prl.sft", "-m", f"hydra/launcher={launcher}", *lines],
+        [sys.executable, "-m", f"prl.{job}", "-m", f"hydra/launcher={launcher}", *lines],
         cwd=directory,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
 
 
@@ -72,23 +81,27 @@ def losses_of(done: subprocess.CompletedProcess[str]) -> list[list[float]]:
 def check_climb(directory: Path, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     first, second = losses_of(done)
-    assert first[0] == first[2] > first[1], "a rate of 0.01 learns more in four steps than 0.001"
-    assert second[0] == first[1], "the point of the first round was not run again"
+    assert first[0] == first[2]
+    assert second[0] == min(first), "the point of the first round was not run again"
     assert done.stderr.count("done already") == 1
     assert len(list((directory / "outputs/sweeps/s").glob("*/status.json"))) == 3
 
 
 @pytest.mark.slow
 def test_a_sweeper_is_given_results(tmp_path):
-    check_climb(tmp_path, run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)"))
+    done = run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)")
+    check_climb(tmp_path, done)
+    slow, fast, _ = losses_of(done)[0]
+    assert fast < slow, "a rate of 0.01 learns more in four steps than 0.001"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.exhaustive
 @pytest.mark.slurm
 @pytest.mark.usefixtures("slurm")
 def test_a_sweeper_is_given_results_of_jobs(tmp_path):
-    check_climb(tmp_path, run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)", launcher="slurm"))
+    check_climb(tmp_path, run(tmp_path, CLIMBER, "optim.lr=interval(0.001,0.03)", launcher="slurm", job="rl"))
 
 
 @pytest.mark.slow
@@ -127,10 +140,15 @@ def test_a_dry_run_shows_the_first_points_of_a_sweeper(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "launcher", [pytest.param("local", marks=pytest.mark.exhaustive), pytest.param("slurm", marks=pytest.mark.slurm)]
+    ("launcher", "job"),
+    [
+        pytest.param("local", "sft", marks=pytest.mark.exhaustive),
+        pytest.param("slurm", "rl", marks=pytest.mark.slurm),
+    ],
 )
-def test_optuna(tmp_path, launcher, request):
+def test_optuna(tmp_path, launcher, job, request):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason='pip install -e ".[optuna]"')
     if launcher == "slurm":
         request.getfixturevalue("slurm")
@@ -140,7 +158,7 @@ def test_optuna(tmp_path, launcher, request):
         "hydra.sweeper.n_jobs=2",
         "hydra.sweeper.sampler.seed=1",
     ]
-    done = run(tmp_path, *study, "optim.lr=tag(log,interval(0.0001,0.01))", launcher=launcher)
+    done = run(tmp_path, *study, "optim.lr=tag(log,interval(0.0001,0.01))", launcher=launcher, job=job)
     assert done.returncode == 0, done.stderr
     points = list((tmp_path / "outputs/sweeps/s").glob("*/status.json"))
     assert len(points) == 3

@@ -56,7 +56,7 @@ def test_every_point_of_a_sweep_is_valid_and_no_two_are_the_same(path: Path) -> 
         group = "memory_recipe" if key == "memory" else key
         if group in config_groups():
             assert {config.choices[group] for config in configs} == set(values)
-    assert "sweeps" not in configs[0].choices
+    assert "sweep_file" not in configs[0].choices
 
 
 def test_the_memory_ladder_has_every_recipe() -> None:
@@ -120,6 +120,6 @@ def test_planning_a_sweep_from_the_command_line_shows_every_point(tmp_path: Path
 def test_points_are_in_the_order_and_words_of_hydras_sweeper() -> None:
     """A launcher finds a point by the overrides that the sweeper hands it."""
     assert expand(sweep_lines(["seed=1,2", "+sweep=memory_ladder", "memory=tight,none"], "rl"))[:2] == [
-        ["memory=tight", "seed=1", "+sweeps=memory_ladder"],
-        ["memory=tight", "seed=2", "+sweeps=memory_ladder"],
+        ["memory=tight", "seed=1", "+sweep_file=memory_ladder"],
+        ["memory=tight", "seed=2", "+sweep_file=memory_ladder"],
     ]

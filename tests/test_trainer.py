@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import moe_card, random_model
+from tiny import moe_card, moe_checkpoint, random_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save, train_step
 
@@ -18,10 +18,10 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
 from prl.models.attention import activate_attention, packed_attention
-from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.checkpoint import hf_tensors
 from prl.models.qwen3 import rotary_tables
 from prl.planning.run_plan import MeshPlan
-from prl.runtime.checkpoints import latest_valid
+from prl.runtime.checkpoints import latest_valid, parts_of
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
 from prl.trainer.optimizer_offload import master_weights
@@ -34,9 +34,7 @@ ADAMW = {"type": "adamw", "lr": 0.01}
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_checkpoint(hf_tensors(random_model(moe_card(), std=0.1)), path, moe_card())
-    return str(path)
+    return str(moe_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
@@ -279,11 +277,11 @@ def test_a_full_disk_is_explained_and_the_older_checkpoint_survives(world, model
     (small_disk / "ballast").write_bytes(b"x" * (free.f_bavail * free.f_bsize - 20_000))
     with pytest.raises(UserError, match=r"(?s)disk is full: the checkpoint of step 2 .*step 1 survives"):
         save(policy, small_disk, 2, asynchronous)
-    assert latest_valid(small_disk)[0] == 1
+    assert latest_valid(small_disk, parts_of("sft"))[0] == 1
     assert [p.name for p in Path(small_disk, "checkpoints").iterdir()] == ["step_1"]
     (small_disk / "ballast").unlink()
     save(policy, small_disk, 3, asynchronous)
-    assert latest_valid(small_disk)[0] == 3
+    assert latest_valid(small_disk, parts_of("sft"))[0] == 3
 
 
 def test_masters_on_the_host_start_from_the_checkpoint_in_full(model_path, world):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import moe_card, random_model
+from tiny import moe_card, moe_checkpoint, random_model
 from trainer_ranks import Job, run_job, run_ranks
 
-from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.checkpoint import hf_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_checkpoint(hf_tensors(random_model(moe_card(), std=0.1)), path, moe_card())
-    return str(path)
+    return str(moe_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

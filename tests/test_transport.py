@@ -44,7 +44,7 @@ def kind(request):
 @pytest.fixture
 def publisher(kind, tmp_path):
     config = WeightTransportConfig(type=kind, keep=2, timeout_s=5)
-    made = make_publisher(config, tmp_path / "weights", f"test{os.getpid()}", LOOPBACK)
+    made = make_publisher(config, tmp_path / "weights", Path(f"/dev/shm/prl-test{os.getpid()}"), LOOPBACK)
     yield made
     made.acknowledge()
 
@@ -73,7 +73,7 @@ def test_what_was_received_outlives_the_acknowledgement(publisher):
 @pytest.fixture
 def file_publisher(tmp_path, request):
     config = WeightTransportConfig(type=request.param, keep=2)
-    made = make_publisher(config, tmp_path / "weights", f"test{os.getpid()}", LOOPBACK)
+    made = make_publisher(config, tmp_path / "weights", Path(f"/dev/shm/prl-test{os.getpid()}"), LOOPBACK)
     yield made
     made.acknowledge()
 
@@ -132,7 +132,9 @@ def test_files_are_written_one_after_another_and_no_more_than_one_is_held(tmp_pa
 
 
 def tcp_publisher(timeout_s=5.0):
-    return make_publisher(WeightTransportConfig(type="tcp", timeout_s=timeout_s), Path("unused"), "", LOOPBACK)
+    return make_publisher(
+        WeightTransportConfig(type="tcp", timeout_s=timeout_s), Path("unused"), Path("unused"), LOOPBACK
+    )
 
 
 def test_a_bit_flipped_on_the_way_is_noticed():
@@ -196,7 +198,7 @@ def test_versions_of_an_earlier_attempt_are_removed(tmp_path):
 def test_nothing_is_left_in_shared_memory():
     before = set(os.listdir("/dev/shm"))
     config = WeightTransportConfig(type="shared_memory")
-    publisher = make_publisher(config, Path("unused"), f"token{os.getpid()}", LOOPBACK)
+    publisher = make_publisher(config, Path("unused"), Path(f"/dev/shm/prl-nothing{os.getpid()}"), LOOPBACK)
     info = published(publisher, 1, tensors())
     (name,) = set(os.listdir("/dev/shm")) - before
     assert os.stat(f"/dev/shm/{name}").st_mode & 0o777 == 0o600

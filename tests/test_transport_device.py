@@ -9,15 +9,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from prl.transport.buckets import Assembler, checksum, fill, parts_of
-from prl.transport.weights_ipc import at_device
+from prl.transport.buckets import Assembler, checksum, fill, parts_of, read_header
+from prl.transport.weights_ipc import arguments_of, handle_of, read_handles
 from prl.transport.weights_nccl import NcclPublisher, receive_nccl
 
 CPU = torch.device("cpu")
@@ -100,11 +102,79 @@ def test_what_lies_together_is_copied_together_and_nothing_else_is() -> None:
         assert torch.equal(got[name], tensor), name
 
 
-def test_a_mapped_handle_names_the_gpu_as_its_own_process_counts() -> None:
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+def test_a_handle_travels_as_fields_and_names_the_gpu_as_its_own_process_counts() -> None:
+    """What torch hands out for a flat tensor of bytes on its GPU 1, and wants for the same on another's GPU 5."""
+    size, storage = torch.Size([4096]), torch.storage.TypedStorage
+    own = (
+        torch.Tensor,
+        size,
+        (1,),
+        0,
+        storage,
+        torch.uint8,
+        1,
+        b"c\x01",
+        4096,
+        512,
+        False,
+        b"/torch_1_2",
+        3,
+        b"e",
+        True,
+    )
+    handle = handle_of(own)
+    (read, _) = read_handles(json.dumps([handle, handle]).encode())
+    expected = dict(zip(signature(rebuild_cuda_tensor).parameters, own, strict=True)) | {"storage_device": 5}
+    assert arguments_of(read, 5) == expected
 
-    names = rebuild_cuda_tensor.__code__.co_varnames[: rebuild_cuda_tensor.__code__.co_argcount]
-    assert at_device(names, 5)[names.index("storage_device")] == 5  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"storage_handle": "c"},
+        {"storage_handle": "00" * 2000},
+        {"event_handle": 7},
+        {"storage_size_bytes": -1},
+        {"storage_size_bytes": True},
+        {"ref_counter_offset": 1 << 63},
+        {"event_sync_required": 1},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_handle_of_another_form_is_refused(change: dict[str, Any]) -> None:
+    numbers = {"storage_size_bytes": 64, "storage_offset_bytes": 0, "ref_counter_offset": 0}
+    good = {
+        **numbers,
+        "storage_handle": "00",
+        "ref_counter_handle": "",
+        "event_handle": "",
+        "event_sync_required": True,
+    }
+    assert read_handles(json.dumps([good, good]).encode()) == [good, good]
+    for wrong in ([good | change, good], [good], {"a": good}):
+        with pytest.raises(ValueError, match="handles"):
+            read_handles(json.dumps(wrong).encode())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        ["w", "float32", [4], 0, 16, 1024],
+        ["w", "float32", [4], 8, 16, 0],
+        ["w", "float32", [-4], 0, 0, 0],
+        ["w", "load", [4], 0, 16, 0],
+        ["w", "float32", [1 << 60, 1 << 60], 0, 16, -64],
+        ["w", "float32", 4, 0, 16, 0],
+        ["w", "float32", [4]],
+        [7, "float32", [4], 0, 16, 0],
+    ],
+    ids=str,
+)
+def test_a_bucket_whose_parts_do_not_fit_is_refused(part: list[Any]) -> None:
+    assert read_header(json.dumps({"parts": [["w", "float32", [4], 0, 16, 0]], "checksum": 3}), 1024)["checksum"] == 3
+    with pytest.raises(ValueError, match=r"part|tensor"):
+        read_header(json.dumps({"parts": [part], "checksum": None}), 1024)
 
 
 # --- between processes ------------------------------------------------------------------------------------------------
@@ -228,8 +298,11 @@ def test_a_dead_member_is_done_without_and_a_new_one_taken_in(device: torch.devi
 @pytest.mark.slow
 def test_what_nobody_is_there_to_take_is_withdrawn() -> None:
     publisher = publisher_for(1)
-    threading.Timer(0.1, publisher.withdraw).start()
-    publisher.publish(1, ((f"w{i}", torch.zeros(256)) for i in range(10)), lambda info: None)
+
+    def announce(info: dict[str, Any]) -> None:
+        threading.Timer(0.1, publisher.withdraw).start()
+
+    publisher.publish(1, ((f"w{i}", torch.zeros(256)) for i in range(10)), announce)
     publisher.acknowledge()
     engines = Engines(1)
     assert reaches_all(publisher, engines, 2) == 1
@@ -323,6 +396,9 @@ def test_a_version_that_does_not_fit_waits_for_its_engines() -> None:
     publisher = publisher_for(1)  # two buckets, of one tensor each
     thread = threading.Thread(target=lambda: publisher.publish(1, stream(), announced.append))
     thread.start()
+    while len(asked) < 3:
+        assert thread.is_alive()
+        time.sleep(0.01)
     time.sleep(0.5)
     assert thread.is_alive()
     assert asked == [0, 1, 2]
@@ -353,14 +429,14 @@ def test_engines_have_time_from_when_they_are_told(two_engines: Engines) -> None
     publisher.publish(1, tensors(), two_engines.announce)
     two_engines.results()
     publisher.acknowledge()
-    publisher.timeout_s = 1.0
+    publisher.timeout_s = 3.0
 
     def announce(info: dict[str, Any]) -> threading.Event:
         def tell() -> None:
             two_engines.announce(info)
             told.set()
 
-        threading.Timer(2.5, tell).start()
+        threading.Timer(5, tell).start()
         return told
 
     publisher.publish(2, tensors(2), announce)

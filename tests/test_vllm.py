@@ -19,29 +19,30 @@ import pytest
 import torch
 from inference_server import TOKEN
 from openai_requests import check_completions, check_models_and_refusals, check_stream, make_client
-from runs import SMALL, finish, rows, run, start, wait_for_step
+from runs import SMALL, UNEVALUATED, Moment, finish, rows, run, start
+from tiny import sets_of
 from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving, trainer_logprobs
 from weight_updates import published
 
 from prl.config import compose
-from prl.config.schema import RunConfig, SamplingConfig, WeightTransportConfig
+from prl.config.schema import RunConfig, SamplingConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import eos_token_ids
 from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_watch import parse_loads
 from prl.orchestrator.engines import PAUSE, EnginePool
 from prl.orchestrator.rollout import Generation
-from prl.runtime.status_file import read_status
-from prl.transport.weights import make_publisher
+from prl.transport.weights import Publisher
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(700),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
@@ -117,10 +118,38 @@ def test_flat_logprobs_are_the_same_numbers(server: Server) -> None:
     assert len(top["logprobs"]["content"][0]["top_logprobs"]) == 2  # more than numbers were asked for
 
 
-def test_ends_are_those_of_the_builtin_engine(server: Server, path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.5}, {"min_p": 0.3}], ids=["top_k", "top_p", "min_p"])
+def test_what_tokens_were_drawn_from_is_told(server: Server, path: Path, changes: dict[str, float]) -> None:
+    """As the trainer computes it: the ratio of a token is 1 within what was kept, and nowhere else."""
+    model = load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
+    sampling = SamplingConfig(temperature=1.5, top_k=4, **changes)
+    telling = {"extra_args": {"kept_tokens": True}, "logprobs": 20}
+    top = server.with_pool(lambda pool: pool.generate(PROMPT, 24, 3, "s", sampling, "r", telling=telling))
+    assert top.kept is not None
+    logprobs = trainer_logprobs(model, PROMPT + top.token_ids, 1.5)[len(PROMPT) - 1 : -1]
+    for token, given, row, kept in zip(top.token_ids, top.logprobs, logprobs, sets_of(top.kept), strict=True):
+        among = torch.tensor(kept)
+        assert set(kept) <= set(row.topk(4).indices.tolist())
+        assert len(kept) == 4 or changes
+        assert abs(given - float(torch.log_softmax(row[among], -1)[kept.index(token)])) < 1e-4
+    sizes = top.kept.counts
+    assert len(top.token_ids) == 24
+    assert sizes.max() > 1, "something was left to draw from"
+    # a server that is not of this run: objects of several logprobs
+    del telling["extra_args"]
+    plain = server.with_pool(
+        lambda pool: pool.generate(PROMPT, 24, 3, "s", sampling, "r", telling=telling | {"flat_logprobs": False})
+    )
+    assert plain.token_ids == top.token_ids
+    assert plain.kept is not None
+    for one, other in zip(sets_of(plain.kept), sets_of(top.kept), strict=True):
+        assert sorted(one) == sorted(other)
+
+
+def test_ends_are_those_of_the_builtin_engine(server: Server, path: Path) -> None:
     """Greedy, so that both say the same; a stop token is part of the completion, and its logprob too."""
     model = other_model(path, server.config, 9)
-    server.update(model, make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1"))
+    server.update(model, server.file_publisher())
     engine = TorchEngine(model, server.config.inference, eos_token_ids=())
     greedy = greedy_tokens(engine, ())
     stop = next(token for i, token in enumerate(greedy) if i >= 3 and token not in greedy[:i])
@@ -150,7 +179,7 @@ def test_the_eos_ends_a_completion(server: Server, path: Path) -> None:
 
 
 def test_refusals_are_engine_errors(server: Server) -> None:
-    with pytest.raises(EngineError, match=r"generate: 400: .*vocabulary"):
+    with pytest.raises(EngineError, match=r"generate: 400: .*token ids"):
         server.sample([10**6])
     with pytest.raises(EngineError, match="generate: 400: "):
         server.sample([1] * 300)
@@ -160,7 +189,7 @@ def test_requests_of_a_paused_engine_are_counted_and_answered_later(server: Serv
     async def barrier(pool: EnginePool) -> list[Generation]:
         await pool.everywhere(PAUSE)
         jobs = [asyncio.create_task(pool.generate(PROMPT, 4, i, "a", PLAIN, f"r{i}")) for i in range(8)]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while await pool.queued(0) < 8:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
@@ -177,20 +206,27 @@ def test_its_metrics_say_how_full_it_is(server: Server) -> None:
 
     async def looks(pool: EnginePool) -> list[EngineLoad]:
         idle = parse_loads(await pool.scrape(0))
-        jobs = [asyncio.create_task(pool.generate(PROMPT, 240, i, "a", PLAIN, f"r{i}")) for i in range(40)]
-        deadline, fullest = time.monotonic() + 60, idle["0"]
-        while not all(job.done() for job in jobs):
-            assert time.monotonic() < deadline
+        seen = asyncio.Event()
+
+        async def keep_busy(seed: int) -> None:
+            while not seen.is_set():
+                await pool.generate(PROMPT, 240, seed, "a", PLAIN, f"r{seed}")
+
+        jobs = [asyncio.create_task(keep_busy(i)) for i in range(40)]
+        deadline, fullest = time.monotonic() + 120, idle["0"]
+        while not (fullest.running + fullest.waiting > 20 and fullest.kv_usage > 0.3):
+            assert time.monotonic() < deadline, fullest
+            assert not any(job.done() for job in jobs)
             fullest = max(fullest, parse_loads(await pool.scrape(0))["0"], key=lambda load: load.kv_usage)
             await asyncio.sleep(0.01)
+        seen.set()
         await asyncio.gather(*jobs)
         return [idle["0"], fullest]
 
     idle, fullest = server.with_pool(looks)
     assert (idle.running, idle.waiting, idle.kv_usage) == (0, 0, 0.0)
     assert fullest.running <= 32
-    assert fullest.running + fullest.waiting > 20
-    assert 0.3 < fullest.kv_usage <= 1.0
+    assert fullest.kv_usage <= 1.0
 
 
 @pytest.mark.parametrize("route", ["/metrics", "/v1/models", "/is_paused", "/weight_info", "/docs"])
@@ -206,11 +242,9 @@ def test_all_routes_but_health_want_a_key(server: Server, route: str) -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "shared_memory", "tcp"])
-def test_each_update_changes_every_weight(server: Server, path: Path, tmp_path: Path, transport: str) -> None:
+def test_each_update_changes_every_weight(server: Server, path: Path) -> None:
     """Two updates, for what breaks at the second only."""
-    transport_config = WeightTransportConfig(type=transport)
-    publisher = make_publisher(transport_config, tmp_path / "weights", "token-of-a-test", "127.0.0.1")
+    publisher = server.file_publisher()
     before = server.sample()
     for seed in (1, 2):
         model = other_model(path, server.config, seed)
@@ -222,31 +256,16 @@ def test_each_update_changes_every_weight(server: Server, path: Path, tmp_path: 
         assert server.http.get("/weight_info").body == {"weight_version": str(server.version)}
 
 
-def test_running_requests_go_on_and_say_which_weights_made_each_token(
-    server: Server, path: Path, tmp_path: Path
-) -> None:
-    old, new = (other_model(path, server.config, seed) for seed in (3, 4))
-    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+def test_running_requests_go_on_and_say_which_weights_made_each_token(server: Server, path: Path) -> None:
+    old = other_model(path, server.config, 3)
+    publisher = server.file_publisher()
     server.update(old, publisher)
-    first = server.version
-    info = published(publisher, first + 1, hf_tensors(new))
-    counted = ("num_preemptions", "prompt_tokens", "generation_tokens")
-    preempted, read, generated = (server.http.metric(f"{name}_total") for name in counted)
-
-    async def scenario(pool: EnginePool) -> list[Generation]:
-        jobs = [asyncio.create_task(pool.generate(PROMPT, 240, i, "a", PLAIN, f"r{i}")) for i in range(16)]
-        deadline = time.monotonic() + 60
-        for name, enough in (("prompt", read + 16 * len(PROMPT)), ("generation", generated + 16 * 8)):
-            while await asyncio.to_thread(server.http.metric, f"{name}_tokens_total") < enough:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.001)
-        await pool.update_weights(first + 1, info)
-        return list(await asyncio.gather(*jobs))
-
-    generations = server.with_pool(scenario)
-    server.version += 1
-    crossing = [g for g in generations if len(set(g.versions)) == 2]
-    assert crossing, [(len(g.versions), set(g.versions)) for g in generations]
+    preempted = server.http.metric("num_preemptions_total")
+    crossing, seed = [], 3
+    while not crossing:  # this process may be too slow to update before all have ended; then once more
+        old, seed = other_model(path, server.config, seed), seed + 1
+        first, generations = update_in_flight(server, publisher, other_model(path, server.config, seed))
+        crossing = [g for g in generations if len(set(g.versions)) == 2]
     for generation in crossing:
         assert generation.versions == sorted(generation.versions)
         assert set(generation.versions) == {first, first + 1}
@@ -259,9 +278,30 @@ def test_running_requests_go_on_and_say_which_weights_made_each_token(
     assert server.http.metric("num_preemptions_total") == preempted, "KV was dropped"
 
 
-def test_a_prefix_of_older_weights_is_not_reused(server: Server, path: Path, tmp_path: Path) -> None:
+def update_in_flight(server: Server, publisher: Publisher, new: Qwen3Model) -> tuple[int, list[Generation]]:
+    """An update while 16 requests run, if they still do; the version before it, and what came."""
+    first = server.version
+    info = published(publisher, first + 1, hf_tensors(new))
+    read, generated = (server.http.metric(f"{name}_total") for name in ("prompt_tokens", "generation_tokens"))
+
+    async def scenario(pool: EnginePool) -> list[Generation]:
+        jobs = [asyncio.create_task(pool.generate(PROMPT, 240, i, "a", PLAIN, f"r{i}")) for i in range(16)]
+        deadline = time.monotonic() + 120
+        for name, enough in (("prompt", read + 16 * len(PROMPT)), ("generation", generated + 16 * 8)):
+            while await asyncio.to_thread(server.http.metric, f"{name}_tokens_total") < enough:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.001)
+        await pool.update_weights(first + 1, info)
+        return list(await asyncio.gather(*jobs))
+
+    generations = server.with_pool(scenario)
+    server.version += 1
+    return first, generations
+
+
+def test_a_prefix_of_older_weights_is_not_reused(server: Server, path: Path) -> None:
     prompt = [*PROMPT[:-1], *range(97, 97 + 26), *range(40, 40 + 120), PROMPT[-1]]  # more than one block
-    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+    publisher = server.file_publisher()
     server.sample(prompt)
     hits = server.http.metric("prefix_cache_hits_total")
     server.sample(prompt)
@@ -271,8 +311,18 @@ def test_a_prefix_of_older_weights_is_not_reused(server: Server, path: Path, tmp
     assert differences(model, server.sample(prompt), prompt).max() < 1e-3
 
 
-def test_a_damaged_version_changes_nothing(server: Server, path: Path, tmp_path: Path) -> None:
-    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+def test_a_rollout_in_flight_finds_its_prefix_after_an_update(server: Server, path: Path) -> None:
+    long = [PROMPT[0], *range(1, 200), *PROMPT[-2:]]  # blocks of a CPU are 128 tokens
+    first = server.sample(long, max_tokens=2, salt="a rollout")
+    assert first.cached_tokens == 0
+    update = other_model(path, server.config, 6)
+    server.update(update, server.file_publisher())
+    assert server.sample(long, max_tokens=2, salt="a rollout").cached_tokens == 128
+    assert server.sample(long, max_tokens=2, salt="a later one").cached_tokens == 0
+
+
+def test_a_damaged_version_changes_nothing(server: Server, path: Path) -> None:
+    publisher = server.file_publisher()
     good = other_model(path, server.config, 6)
     server.update(good, publisher)
     file = Path(published(publisher, 99, hf_tensors(other_model(path, server.config, 7)))["path"]) / "model.safetensors"
@@ -292,8 +342,8 @@ def test_a_damaged_version_changes_nothing(server: Server, path: Path, tmp_path:
     assert differences(good, server.sample()).max() > 0.1
 
 
-def test_weights_of_another_model_are_refused(server: Server, path: Path, tmp_path: Path) -> None:
-    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+def test_weights_of_another_model_are_refused(server: Server, path: Path) -> None:
+    publisher = server.file_publisher()
     model = other_model(path, server.config, 8)
     some = [(name, tensor) for name, tensor in hf_tensors(model) if "layers.0.self_attn" not in name]
     info = published(publisher, 100, some)
@@ -311,21 +361,30 @@ def test_killing_the_root_leaves_no_process(server: Server) -> None:
     assert "EngineCore" in names, names
     assert "prl.runtime.child" in names, names
     server.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
 
 
-def test_an_argument_that_vllm_does_not_have_is_the_users_to_mend(config: RunConfig, tmp_path: Path) -> None:
-    args = [*OVERRIDES, f"cache_dir={config.cache_dir}", "inference.vllm.no_such_argument=1"]
-    done = run(args, tmp_path, "prl.inference", timeout_s=120)
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("no_such_argument=1", "unrecognized arguments: --no-such-argument=1"),
+        pytest.param("block_size=7", "No common block size for 7", marks=pytest.mark.exhaustive),  # by its engine
+    ],
+)
+def test_an_argument_that_vllm_does_not_take_is_the_users_to_mend(
+    config: RunConfig, tmp_path: Path, argument: str, said: str
+) -> None:
+    args = [*OVERRIDES, f"cache_dir={config.cache_dir}", f"inference.vllm.{argument}"]
+    done = run(args, tmp_path, "prl.inference", timeout_s=300)
     assert done.code == 2, done.output
-    assert "vLLM refuses its arguments: unrecognized arguments: --no-such-argument=1" in done.output
+    assert f"vLLM refuses its arguments: {said}" in done.output
 
 
 def test_routed_experts_are_refused_where_nothing_records_them(config: RunConfig, tmp_path: Path) -> None:
     """On CPUs vLLM's Model Runner V2 wants a Triton that the package index does not have."""
     args = [*OVERRIDES, f"cache_dir={config.cache_dir}", "inference.return_routed_experts=true"]
-    done = run(args, tmp_path, "prl.inference", timeout_s=120)
+    done = run(args, tmp_path, "prl.inference", timeout_s=300)
     assert done.code == 2, done.output
     assert "vLLM cannot return routed experts on this CPU." in done.output
     assert "inference=torch" in done.output
@@ -342,7 +401,7 @@ def test_the_experts_that_vllm_chooses_replay_in_the_trainer(config: RunConfig, 
     assert float(measured["largest KL with"]) < 1e-6
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(700)
 def test_the_main_job_learns(tmp_path: Path) -> None:
     args = [
         f"cache_dir={tmp_path}/cache",
@@ -366,6 +425,7 @@ def test_the_main_job_learns(tmp_path: Path) -> None:
 def test_a_synchronous_run_samples_from_each_version(tmp_path: Path) -> None:
     """Without staleness every token must be the newest weights', to rounding."""
     args = [*SMALL, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run", "inference=vllm", "max_steps=3"]
+    args.append("weight_transport=shared_memory")
     done = run([*args, "algo.max_off_policy_steps=0", "optim.lr=0.01", "eval.interval=0"], tmp_path, timeout_s=300)
     assert done.code == 0, done.output
     mismatch = [row["mismatch_kl_max"] for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_max" in row]
@@ -373,16 +433,29 @@ def test_a_synchronous_run_samples_from_each_version(tmp_path: Path) -> None:
     assert max(mismatch) < 1e-6
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(700)
+def test_truncated_sampling_keeps_the_mean_ratio_at_1(tmp_path: Path) -> None:
+    args = [*UNEVALUATED, "inference=vllm", f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run", "max_steps=1"]
+    truncated = ["inference.sampling.top_k=20", "inference.sampling.top_p=0.9", "memory=tight"]
+    done = run([*args, *truncated, "algo=sync", "debug.num_threads=1"], tmp_path, timeout_s=300)
+    assert done.code == 0, done.output
+    (row,) = rows(tmp_path / "run", "trainer.0")
+    assert row["importance_ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert row["mismatch_kl_max"] < 1e-4
+
+
+@pytest.mark.timeout(900)
 def test_a_killed_server_comes_back_and_nothing_is_trained_twice(tmp_path: Path) -> None:
     """With one engine: its requests wait for the restart, and it must have the weights of that day."""
     args = [*SMALL, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run", "inference=vllm", "max_steps=8"]
-    process = start([*args, "debug.num_threads=1", "eval.interval=0", "debug.keep_rollouts=true"], tmp_path)
-    wait_for_step(process, tmp_path / "run", 3)
-    server = psutil.Process(read_status(tmp_path / "run")["roles"]["inference/0"]["pid"])
+    args.append("weight_transport=tcp")
+    args += ["debug.num_threads=1", "eval.interval=0", "debug.keep_rollouts=true"]
+    moment = Moment("request to vLLM:100", tmp_path / "moment")  # of 256
+    process = start(args, tmp_path, env=moment.env)
+    server = psutil.Process(moment.wait(process))
     family = [server, *server.children(recursive=True)]
     server.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, "the engine core outlived its server"
     done = finish(process, 400)
     assert done.code == 0, done.output

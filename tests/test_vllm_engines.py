@@ -21,6 +21,7 @@ from runs import rows, run
 from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving
 
 from prl.config.schema import RouterConfig, WeightTransportConfig
+from prl.inference.guard import Doors
 from prl.inference.router.proxy import Router
 from prl.models.checkpoint import load_model, resolve_model_path
 from prl.models.qwen3 import Qwen3Model
@@ -62,14 +63,14 @@ def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path) 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_name", ["tiny_qwen3", "tiny_qwen3_moe"])
 def test_tensor_parallel_ranks_cut_the_weights_that_arrive(tmp_path: Path, model_name: str) -> None:
-    overrides = [f"model={model_name}", "deployment.num_infer_gpus=2", "inference.tp=2"]
+    overrides = [f"model={model_name}", "deployment.num_infer_gpus=2", "inference.tp=2", "weight_transport=tcp"]
     with serving([*SMALL, *overrides], tmp_path / "cache", tmp_path) as server:
         path, model = first_model(server)
-        for version, transport in enumerate((None, "filesystem", "tcp")):
-            if transport is not None:
+        publisher = make_publisher(WeightTransportConfig(type="tcp"), Path(), Path(), "127.0.0.1")
+        for version in range(3):
+            if version:
                 model = other_model(path, server.config, 12 + version)
-                config = WeightTransportConfig(type=transport)
-                server.update(model, make_publisher(config, tmp_path / "weights", "token-of-a-test", "127.0.0.1"))
+                server.update(model, publisher)
             generation = server.sample()
             assert differences(model, generation).max() < 1e-3
             assert set(generation.versions) == {version}
@@ -86,10 +87,10 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.exhaustive
-def test_a_prompt_is_computed_by_one_engine_and_continued_by_another(apart: Server, tmp_path: Path) -> None:
+def test_a_prompt_is_computed_by_one_engine_and_continued_by_another(apart: Server) -> None:
     """After an update too, and the decode engine computes no more of the prompt than its last, unfilled block."""
     path, model = first_model(apart)
-    publisher = make_publisher(WeightTransportConfig(), tmp_path / "weights", "", "127.0.0.1")
+    publisher = apart.file_publisher()
     for seed in (None, 11):
         if seed is not None:
             model = other_model(path, apart.config, seed)
@@ -111,7 +112,7 @@ def test_clients_of_the_router_do_not_notice_that_prefill_and_decode_are_apart(a
             "ignore_eos": True, "cache_salt": f"stream {stream}", "stream": stream}  # fmt: skip
 
     async def scenario() -> str:
-        router = Router(RouterConfig(), urls, TOKEN, [TOKEN.encode()], apart.kinds)
+        router = Router(RouterConfig(), urls, TOKEN, Doors((TOKEN.encode(),)), apart.kinds)
         runner = web.AppRunner(router.app(), access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -141,7 +142,7 @@ def test_clients_of_the_router_do_not_notice_that_prefill_and_decode_are_apart(a
 def over_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One engine of two data-parallel ranks, each on a node of its own."""
     overrides = ["model=tiny_qwen3", "deployment=multi_node", "deployment.gpus_per_node=1",
-                 "deployment.num_infer_nodes=2", "inference.dp=2"]  # fmt: skip
+                 "deployment.num_infer_nodes=2", "inference.dp=2", "weight_transport=tcp"]  # fmt: skip
     where = tmp_path_factory.mktemp("over_nodes")
     with serving([*SMALL, *overrides], where / "cache", where) as server:
         yield server
@@ -151,7 +152,7 @@ def over_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_an_engine_spans_two_nodes_and_both_get_work_and_weights(over_nodes: Server) -> None:
     path, _ = first_model(over_nodes)
     model = other_model(path, over_nodes.config, 12)
-    publisher = make_publisher(WeightTransportConfig(type="tcp"), Path(), "token-of-a-test", "127.0.0.1")
+    publisher = make_publisher(WeightTransportConfig(type="tcp"), Path(), Path(), "127.0.0.1")
     over_nodes.update(model, publisher)
 
     async def many(pool: EnginePool) -> list[Generation]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from prl.config.schema import ModelCard
+from prl.models.checkpoint import hf_tensors, save_checkpoint
 from prl.models.qwen3 import Qwen3Model
 from prl.models.tokenizer import save_byte_tokenizer
+from prl.transport.kept import KeptTokens
 
 VOCAB = 264  # 256 bytes, 6 special tokens, padded to a multiple of 8
 END = 256  # "<|end|>"
@@ -46,8 +49,19 @@ def random_model(card: ModelCard, seed: int = 0, std: float = 0.2) -> Qwen3Model
     return model
 
 
+def moe_checkpoint(path: Path, std: float = 0.1) -> Path:
+    """`random_model(moe_card())` as a Hugging Face checkpoint."""
+    save_checkpoint(hf_tensors(random_model(moe_card(), std=std)), path, moe_card())
+    return path
+
+
 def byte_tokenizer(path: Path):
     from transformers import AutoTokenizer
 
     save_byte_tokenizer(path)
     return AutoTokenizer.from_pretrained(str(path))
+
+
+def sets_of(kept: KeptTokens) -> list[list[int]]:
+    """The ids of each token, none where it was drawn from the whole vocabulary."""
+    return [one.tolist() for one in np.split(kept.ids, np.cumsum(kept.counts)[:-1])] if len(kept) else []

@@ -20,8 +20,9 @@ from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
 from prl.config.world import resolve_world
 from prl.models.checkpoint import hf_tensors
+from prl.models.moe import local_part
 from prl.planning.run_plan import MeshPlan
-from prl.runtime.checkpoints import commit
+from prl.runtime.checkpoints import commit, parts_of
 from prl.trainer import parallelize
 from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.checkpoint import TrainerCheckpointer
@@ -43,12 +44,15 @@ class Job:
     layout: str | None = None  # a choice of conf/parallelism instead of the four sizes
     experts: int = 4
     layers: int = 2
+    moe_size: int = 16  # moe_intermediate_size
     optim: dict[str, Any] = field(default_factory=lambda: {"type": "adamw", "lr": 0.01})
     overrides: list[str] = field(default_factory=list)
     steps: int = 3
     load: str | None = None  # checkpoint directory to go on from, after `start` steps
     start: int = 0
     save: str | None = None  # run directory to save to at the end
+    bad: list[int] = field(default_factory=list)  # steps in which the gradients of the first rank are NaN
+    left_out: list[int] = field(default_factory=list)  # steps that are not taken at all
 
 
 def rows_of(step: int) -> list[MicroBatch]:
@@ -67,7 +71,7 @@ def rows_of(step: int) -> list[MicroBatch]:
 def job_config(job: Job) -> RunConfig:
     layout = [] if job.layout is None else [f"parallelism={job.layout}", "optim=adamw"]  # rules look at the optimizer
     config = compose(["warm_start=none", *layout, *job.overrides])
-    card = moe_card(num_experts=job.experts, num_hidden_layers=job.layers)
+    card = moe_card(num_experts=job.experts, num_hidden_layers=job.layers, moe_intermediate_size=job.moe_size)
     return config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
 
 
@@ -84,7 +88,7 @@ def job_mesh(job: Job) -> MeshPlan:
     return MeshPlan(dp_replicate=world.dp_replicate, dp_shard=world.dp_shard, cp=world.cp, ep=world.ep)
 
 
-def train_step(policy: Policy, step: int) -> tuple[float, float]:
+def train_step(policy: Policy, step: int, bad: bool = False) -> tuple[float, float]:
     """(loss over the world, gradient norm before clipping)"""
     world, rows = policy.world, rows_of(step)
     targets = sum(int(row.loss_mask.sum()) for row in rows)
@@ -92,9 +96,9 @@ def train_step(policy: Policy, step: int) -> tuple[float, float]:
     for index in deal_rows([row.num_tokens for row in rows], world.data_ranks)[world.data_rank]:
         micro = rows[index] if index >= 0 else padding_micro_batch(rows[0])
         share = -policy.forward(micro).logp.sum() / targets
-        share.backward()
+        (share * float("nan") if bad and world.rank == 0 else share).backward()
         loss += share.item()
-    norm, _ = policy.optimizer_step(step)
+    norm = policy.optimizer_step(step).grad_norm
     return sum_over_data(torch.tensor([loss], dtype=torch.float64), world).item(), norm
 
 
@@ -105,11 +109,14 @@ def run_job(job: Job) -> dict[str, Any]:
     policy = build_policy(job, world)
     if job.load:
         TrainerCheckpointer(Path(job.load), asynchronous=False).load(Path(job.load), policy.model, policy.optimizers)
-    history = [train_step(policy, step) for step in range(job.start + 1, job.start + job.steps + 1)]
+    taken = [step for step in range(job.start + 1, job.start + job.steps + 1) if step not in job.left_out]
+    history = [train_step(policy, step, step in job.bad) for step in taken]
     if job.save:
         save(policy, Path(job.save), job.start + job.steps)
     weights = {name: tensor.clone() for name, tensor in hf_tensors(policy.model)}  # adapters are added in
-    return {"history": history, "weights": weights, "random": torch.rand(3)}
+    experts = [param for module in parallelize.expert_modules(policy.model) for param in module.parameters()]
+    held = sum(local_part(param).numel() * param.element_size() for param in experts)
+    return {"history": history, "weights": weights, "random": torch.rand(3), "expert_bytes": held}
 
 
 def save(policy: Policy, run_dir: Path, step: int, asynchronous: bool = False) -> None:
@@ -117,7 +124,7 @@ def save(policy: Policy, run_dir: Path, step: int, asynchronous: bool = False) -
     checkpointer.save(step, policy.model, policy.optimizers)
     assert checkpointer.finish(wait=True) == step
     if policy.world.is_main:
-        commit(run_dir, step, keep=5)
+        commit(run_dir, step, keep=5, parts=parts_of("sft"))
 
 
 def run_ranks(directory: Path, size: int, jobs: list[Job]) -> list[dict[str, Any]]:

@@ -28,7 +28,9 @@ from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.planning import make_plan
+from prl.runtime.keys import RunKeys
 from prl.transport.weights import Publisher
+from prl.transport.weights_files import FilesystemPublisher
 
 T = TypeVar("T")
 KEY_VAR = "PRL_TEST_KEY"
@@ -53,7 +55,9 @@ class Server:
 
         async def scenario() -> T:
             urls = [f"http://127.0.0.1:{port}" for port in self.ports]
-            pool = EnginePool(urls, self.config.inference, "another", self.kinds)
+            pool = EnginePool(
+                urls, self.config.inference, RunKeys(generate="another", control=self.http.control), self.kinds
+            )
             pool.version = self.version
             try:
                 return await work(pool)
@@ -66,6 +70,10 @@ class Server:
                sampling: SamplingConfig = PLAIN) -> Generation:  # fmt: skip
         salt = f"train-{self.version}" if salt is None else salt
         return self.with_pool(lambda pool: pool.generate(prompt, max_tokens, 3, salt, sampling, "r"))
+
+    def file_publisher(self) -> Publisher:
+        """Where this server takes weights from."""
+        return FilesystemPublisher(self.run_dir / "weights", 2)
 
     def update(self, model: Qwen3Model, publisher: Publisher) -> None:
         """A whole update, as trainer and orchestrator make it."""
@@ -84,13 +92,20 @@ def serving(overrides: list[str], cache_dir: Path, where: Path) -> Iterator[Serv
     process = start([*given, f"output_dir={where}/run"], where, "prl.inference")
     ports = announced_ports(process)
     kinds = [role.engine.kind for role in make_plan(config).servers()]
-    server = Server(psutil.Process(process.pid), where / "run", config, HttpClient(ports[-1]), ports, kinds)
+    server = Server(
+        psutil.Process(process.pid),
+        where / "run",
+        config,
+        HttpClient(ports[-1], (where / "run" / "control_key").read_text().strip()),
+        ports,
+        kinds,
+    )
     try:
         yield server
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        output = finish(process, 30).output
+        output = finish(process, 120).output
         server.http.pool.shutdown(wait=False, cancel_futures=True)
         print(output)
 

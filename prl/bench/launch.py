@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from prl.bench.environment import describe_environment
@@ -15,9 +19,10 @@ from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import make_plan
 from prl.runtime.failures import Failure
+from prl.runtime.files import replace_file
 from prl.runtime.launch import run as run_tree
 from prl.runtime.rundir import claim
-from prl.runtime.signals import StopSignals
+from prl.runtime.signals import STOP_SIGNALS, StopSignals
 from prl.runtime.status_file import StatusFile, read_status
 
 RAW_RESULT = "bench.json"  # in the run directory: what the measuring process found
@@ -30,18 +35,18 @@ ENTRIES = {
 }
 
 
-def run(config: RunConfig, signals: StopSignals | None = None) -> int:
+def run(config: RunConfig, signals: StopSignals | None = None, own_job: bool = False) -> int:
     """Measure, print the table, write result.json and bench.output_json. Returns the exit code; raises as a run does.
 
     Args:
-        signals: as those of `prl.runtime.launch.run`.
+        signals, own_job: as those of `prl.runtime.launch.run`.
     """
     assert config.bench is not None
     target = config.bench.target
     config = config.model_copy(update={"output_dir": config.output_dir or _fresh_dir(config.name)})
     if target in ENTRIES:
         run_dir = _directory(config)
-        code = run_tree(config, {"trainer": ENTRIES[target]}, signals)
+        code = run_tree(config, {"trainer": ENTRIES[target]}, signals, own_job)
         if code == 0:
             _publish(config, json.loads((run_dir / RAW_RESULT).read_text()), run_dir)
         return code
@@ -59,7 +64,8 @@ def _run_beside(config: RunConfig, signals: StopSignals | None) -> int:
         status = StatusFile(run_dir, plan.point_id, config.job, config.name, config.max_steps)
         status.update(state="running")
         try:
-            code, result = _measure(config, run_dir, signals)
+            with nullcontext(signals) if signals else StopSignals() as signals:
+                code, result = _measure(config, run_dir, signals)
         except BaseException as error:
             failure = Failure("config" if isinstance(error, UserError) else "code", "bench", 0, 0, str(error), "")
             status.update(state="failed", failure=failure.to_status())
@@ -67,24 +73,57 @@ def _run_beside(config: RunConfig, signals: StopSignals | None) -> int:
         if result is not None:
             _publish(config, result, run_dir)
         inner = read_status(run_dir / STACK_RUN)
-        status.update(state="done" if result else inner["state"], failure=inner.get("failure"), step=config.max_steps)
+        state, step = ("done", config.max_steps) if result else (inner.get("state", "stopped"), inner.get("step", 0))
+        status.update(state=state, failure=inner.get("failure"), step=step)
         return code
     finally:
         claimed.release()
 
 
-def _measure(config: RunConfig, run_dir: Path, signals: StopSignals | None) -> tuple[int, dict[str, Any] | None]:
+def _measure(config: RunConfig, run_dir: Path, signals: StopSignals) -> tuple[int, dict[str, Any] | None]:
     """The exit code, and the result if it is 0."""
     assert config.bench is not None
     if config.bench.target == "inference":
         from prl.bench.inference import measure_engine
 
-        return 0, measure_engine(config)
+        try:
+            with _raising(signals):
+                return 0, measure_engine(config)
+        except Interrupted:
+            return signals.exit_code, None
     from prl.bench.stack import summarise_run
 
     inner = run_dir / STACK_RUN
     code = run_tree(config.model_copy(update={"job": "rl", "bench": None, "output_dir": str(inner)}), signals=signals)
     return code, None if code else summarise_run(inner, config.bench.warmup_steps)
+
+
+class Interrupted(BaseException):
+    """A signal asks to stop. Nobody on the way takes it for an error."""
+
+
+@contextmanager
+def _raising(signals: StopSignals) -> Iterator[None]:
+    """Meanwhile the first signal raises Interrupted: what is measured in this process has nothing to save, and no loop
+    that would look.
+    """
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        is_first = not signals.count
+        before[number](number, frame)
+        if is_first and signals.count:
+            raise Interrupted
+
+    try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, stop)
+        if signals.count:
+            raise Interrupted
+        yield
+    finally:
+        for handled, handler in before.items():
+            signal.signal(handled, handler)
 
 
 def _directory(config: RunConfig) -> Path:
@@ -108,7 +147,7 @@ def _publish(config: RunConfig, result: dict[str, Any], run_dir: Path) -> None:
     paths = [run_dir / RESULT, *([Path(bench.output_json).expanduser()] if bench.output_json else [])]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        replace_file(path, json.dumps(document, indent=1) + "\n")
         print(f"json        {path}")
 
 

@@ -133,7 +133,7 @@ def score(model: Qwen3Model, sampled: list[Sampled], replay: bool) -> tuple[Tens
     head = logprob_head(targets - 1, input_ids[targets], 1.0, "disabled")
     attend = packed_attention(lengths, device)
     logp, _ = model(input_ids, positions, attend, head=head, recorder=recorder)
-    return logp.cpu(), recorder.stacked()[targets - 1].cpu()
+    return logp.cpu(), recorder.stacked(model.card)[targets - 1].cpu()
 
 
 def report(model: Qwen3Model, sampled: list[Sampled]) -> dict[str, float]:

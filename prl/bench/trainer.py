@@ -30,12 +30,22 @@ def main(ctx: ChildContext) -> None:
     try:
         bench = TrainerBench(ctx, world)
         report = bench.run()
-        reports: list[Any] = [None] * world.size
-        dist.all_gather_object(reports, report)
+        reports = gather_reports(report, world.size)
         if world.is_main:
             write_result(ctx, reports, bench.policy.flops_formula, bench.profile)
     finally:
         leave_world()
+
+
+def gather_reports(report: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """Those of all ranks, everywhere; as JSON, padded with spaces to the longest."""
+    text = json.dumps(report).encode()
+    longest = torch.tensor(len(text))
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    mine = torch.tensor(list(text.ljust(int(longest))), dtype=torch.uint8)
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(parts, mine)
+    return [json.loads(bytes(part.tolist())) for part in parts]
 
 
 class TrainerBench:

@@ -1,21 +1,24 @@
-"""`python -m prl.compare DIR_OR_WANDB_GROUP`: the points of a sweep side by side, ranked where they can be."""
+"""`python -m prl.compare TARGET ...`: the points of a sweep side by side, ranked where they can be."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prl.compare.curves import AXES
-from prl.compare.points import read_directory
+from prl.compare.markup import render_latex, render_markdown
+from prl.compare.phases import ABOUT_PHASES, phase_table
 from prl.compare.ranking import compare
-from prl.compare.table import render_csv, render_json, render_text
+from prl.compare.table import fill_note, render_csv, render_json, render_text
+from prl.compare.targets import labels, read_targets
+from prl.config.console import leave_told, shield_console
 from prl.config.errors import UserError
-from prl.config.pipe import until_the_reader_leaves
 
 if TYPE_CHECKING:
-    from prl.compare.points import Point
     from prl.compare.ranking import Comparison
 
 PNG = "compare.png"
@@ -23,9 +26,11 @@ PNG = "compare.png"
 
 def main() -> None:
     """Leaves by SystemExit: 0, or 2 for a mistake of the user."""
+    shield_console()
     arguments = _parser().parse_args()
     try:
         run(arguments)
+        leave_told()
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
@@ -33,15 +38,25 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prl compare", description=__doc__)
-    parser.add_argument("target", help="a sweep's directory, a run's, or a wandb group: [[ENTITY/]PROJECT/]GROUP")
+    parser.add_argument(
+        "target",
+        nargs="+",
+        help="directory of a sweep or run, wandb's own files (offline), or a group of wandb: [[ENTITY/]PROJECT/]GROUP",
+    )
+    parser.add_argument(
+        "--by-target", action="store_true", help="tell points of different targets apart, as if target were swept"
+    )
     parser.add_argument(
         "--at",
         choices=list(AXES),
         default="steps",
         help="the budget at which points are compared: the most that all finished ones reached (default: steps)",
     )
+    parser.add_argument("--phases", action="store_true", help="show what the paid time of each attempt went into")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per point")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write groups and points")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables for GitHub and the like")
+    parser.add_argument("--latex", type=Path, metavar="PATH", help="write the tables for a paper (booktabs)")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page with curves and sortable tables")
     parser.add_argument("--png", type=Path, metavar="PATH", help=f"curves (default: {PNG} in the directory)")
     return parser
@@ -49,20 +64,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the tables and write what is asked for."""
-    directory = Path(arguments.target).expanduser()
-    is_directory = directory.is_dir()
-    title = directory.absolute().name if is_directory else arguments.target
-    points = read_directory(directory) if is_directory else _from_wandb(arguments.target)
-    comparison = compare(title, points, arguments.at)
-    with until_the_reader_leaves():
-        print(render_text(comparison))
-    png = arguments.png or (directory / PNG if is_directory else None)
+    targets = arguments.target
+    points, notes = read_targets(targets, arguments.by_target)
+    comparison = compare(" + ".join(labels(targets)), points, arguments.at)
+    comparison.notes.extend(notes)
+    print(render_text(comparison, (phase_table(comparison),) if arguments.phases else ()))
+    if arguments.phases:
+        print(fill_note(ABOUT_PHASES))
+    alone = Path(targets[0]).expanduser()
+    png = arguments.png or (alone / PNG if len(targets) == 1 and alone.is_dir() else None)
     try:
         written = _write_files(comparison, arguments, png)
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}", fix="name another place") from error
-    with until_the_reader_leaves():
-        print("\n" + "\n".join(f"written {path}" for path in written) if written else "")
+    print("\n" + "\n".join(f"written {path}" for path in written) if written else "")
 
 
 def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Path | None) -> list[Path]:
@@ -70,26 +85,21 @@ def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Pat
     from prl.compare.page import render_page
 
     written = []
-    for path, render in ((arguments.csv, render_csv), (arguments.json, render_json), (arguments.html, render_page)):
+    page = partial(render_page, phases=arguments.phases)
+    ways: tuple[tuple[Path | None, Callable[[Comparison], str]], ...] = (
+        (arguments.csv, render_csv),
+        (arguments.json, render_json),
+        (arguments.markdown, render_markdown),
+        (arguments.latex, render_latex),
+        (arguments.html, page),
+    )
+    for path, render in ways:
         if path is not None:
             path.write_text(render(comparison))
             written.append(path)
     if png is not None and write_png(comparison, png):
         written.append(png)
     return written
-
-
-def _from_wandb(target: str) -> list[Point]:
-    from prl.compare import wandb_source
-
-    if not wandb_source.has_key():
-        raise UserError(
-            f"there is no directory {target}, and wandb cannot be asked for a group of that name",
-            where=target,
-            why="neither WANDB_API_KEY nor ~/.netrc holds a key",
-            fix="name the directory of a sweep, say outputs/sweeps/NAME, or log in: wandb login",
-        )
-    return wandb_source.read_group(target, wandb_source.connect())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from html import escape
 
 from prl.compare.curves import AXES
 from prl.compare.figure import make_curves_of_groups, render_svg
+from prl.compare.phases import ABOUT_PHASES, groups_of_rows, phase_table
 from prl.compare.ranking import Comparison
 from prl.compare.table import Cell, Table, counts_line, footnotes, group_table, has_groups, point_table
 
@@ -80,13 +81,17 @@ VERDICT_CLASSES = {"best": "good", "worse": "bad"}
 TEXT_COLUMNS = ("against the best", "state", "why")
 
 
-def render_page(comparison: Comparison) -> str:
+def render_page(comparison: Comparison, phases: bool = False) -> str:
     tables = []
     if has_groups(comparison):
         tables.append("<h2>Groups</h2>" + _table(group_table(comparison), list(range(len(comparison.groups)))))
     index = [i for i, group in enumerate(comparison.groups) for _ in group.points]
     tables.append("<h2>Points</h2>" + _table(point_table(comparison), index))
-    notes = "".join(f"<p>{escape(note)}</p>" for note in footnotes(comparison))
+    told = footnotes(comparison)
+    if phases:
+        tables.append("<h2>Phases</h2>" + _table(phase_table(comparison), groups_of_rows(comparison)))
+        told = [*told, ABOUT_PHASES]
+    notes = "".join(f"<p>{escape(note)}</p>" for note in told)
     _, _, counts = counts_line(comparison).rpartition(": ")
     made = time.strftime("%Y-%m-%d %H:%M")
     return (

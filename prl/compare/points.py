@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prl.compare.curves import ROLES, Curves, make_curves
+from prl.compare.hours import PaidHours, read_paid_hours
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
-from prl.runtime.rundir import is_locked
+from prl.runtime.files import read_object
+from prl.runtime.rundir import ENV, is_locked
 from prl.runtime.status_file import FINAL_STATES, read_status
 
 SWEEP_FILE = "sweep.json"
@@ -37,6 +38,13 @@ class Point:
     swept: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     curves: Curves | None = None
+    hours: PaidHours | None = None
+    run_id: str = ""  # of the run directory, and of wandb's copy of it
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Of its curves, and what it has cost."""
+        return (self.curves.figures if self.curves else {}) | (self.hours.figures() if self.hours else {})
 
     @property
     def is_done(self) -> bool:
@@ -99,7 +107,9 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
         devices=len({(role["node"], device) for role in roles for device in role["devices"]}) or None,
         swept=config.get("swept") or listed.get("swept", {}),
         config=config,
+        run_id=str(_read_json(path / ENV).get("run_id", "")),
     )
+    point.hours = read_paid_hours(path, point.devices, point.state)
     rows = {role: read_rows(path, role) for role in ROLES}
     if any(rows.values()):
         point.curves = make_curves(point.job, rows, point.devices)
@@ -117,7 +127,9 @@ def _state(path: Path, has_plan: bool, status: dict[str, Any]) -> str:
 
 def _listed_points(target: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Path and entry of each point in sweep.json; a relative `dir` is one below the sweep's."""
-    return [(target / entry["dir"], entry) for entry in _read_json(target / SWEEP_FILE).get("points", [])]
+    found = _read_json(target / SWEEP_FILE).get("points")
+    entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [(target / entry["dir"], entry) for entry in entries if isinstance(entry.get("dir"), str)]
 
 
 def _name(path: Path, target: Path) -> str:
@@ -125,8 +137,4 @@ def _name(path: Path, target: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(path) or {}

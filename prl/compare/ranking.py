@@ -35,10 +35,15 @@ class Group:
 
     def figure(self, name: str) -> float | None:
         """Mean of a figure over the points that have it and are done; over all that have it if none is done."""
-        of_done = [p.curves.figures[name] for p in self.points if p.is_done and p.curves and name in p.curves.figures]
-        of_all = [p.curves.figures[name] for p in self.points if p.curves and name in p.curves.figures]
+        of_done = [p.figures[name] for p in self.points if p.is_done and name in p.figures]
+        of_all = [p.figures[name] for p in self.points if name in p.figures]
         chosen = of_done or of_all
         return mean(chosen) if chosen else None
+
+    @property
+    def costs_more(self) -> bool:
+        """Whether any of its points may have cost more than is known."""
+        return any(point.hours is not None and point.hours.at_least for point in self.points)
 
 
 @dataclass

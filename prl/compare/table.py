@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.compare.columns import value_of
+from prl.compare.hours import attempts_as_json
 from prl.compare.points import Point
 from prl.compare.ranking import Comparison, Group
 from prl.compare.stats import FOOTNOTE
+from prl.runtime.hours import totals
+from prl.runtime.phases import PHASES
 from prl.runtime.view import clock
 
 FIGURES = {  # figure -> heading
@@ -24,11 +27,19 @@ FIGURES = {  # figure -> heading
     "staleness": "staleness",
     "wall_s": "wall",
     "gpu_hours": "GPU hours",
+    "paid_gpu_hours": "paid GPU hours",
+    "in_steps": "in steps",
 }
 ABOUT_FIGURES = (
     "tokens/s: tokens trained on per second of trainer steps, waiting for rollouts included, without the first step; "
     "per GPU: divided by the devices of trainer and engines. wall and GPU hours: time in trainer steps, and that times "
     "devices; start-up, warm start and queue are not in it."
+)
+ABOUT_PAID = (
+    "paid GPU hours: from allocation to release (without SLURM from the start of the process to its exit), times the "
+    "devices that were held, over all attempts; ≥: an attempt was killed, and its last moments are not known. A CPU "
+    "slot counts as a GPU where there are none. in steps: the share of trainer steps, with waiting for rollouts and "
+    "without compilation, evaluation and checkpoints; --phases tells the rest."
 )
 WIDTH = 118  # characters of a note
 WHY_WIDTH = 70
@@ -68,13 +79,13 @@ def group_table(comparison: Comparison) -> Table:
         rows.append(
             [
                 _number(group.rank, "d"),
-                *map(_value, group.key),
+                *map(swept_value, group.key),
                 Cell(str(count) if ranked == count else f"{ranked}/{count}", ranked),
                 _number(group.mean),
                 _number(group.half_width, ".2g"),
                 Cell(group.verdict, group.verdict),
                 _number(group.p, ".2g"),
-                *(_figure(name, group.figure(name)) for name in shown),
+                *(_figure(name, group.figure(name), group.costs_more) for name in shown),
             ]
         )
     return _without_empty(Table(headings, rows))
@@ -84,24 +95,30 @@ def point_table(comparison: Comparison) -> Table:
     """One row per point, in the order of the groups."""
     shown = _shown_figures(comparison)
     value = comparison.metric.label if comparison.metric else "value"
-    points = [(group, point) for group in comparison.groups for point in _ordered(comparison, group)]
+    points = ordered_points(comparison)
     with_why = any(point.why for _, point in points)
     columns = comparison.columns or ["run"]
     headings = ["rank", *columns, "state", "step", value, *shown.values(), *(["why"] if with_why else [])]
     rows = []
     for group, point in points:
+        at_least = point.hours is not None and point.hours.at_least
         rows.append(
             [
                 _number(group.rank if point.name in comparison.ranked else None, "d"),
-                *(_value(value_of(point, key) if key != "run" else point.name) for key in columns),
+                *(swept_value(value_of(point, key) if key != "run" else point.name) for key in columns),
                 Cell(point.state, point.state),
                 Cell(f"{point.step}/{point.max_steps}" if point.max_steps else "-", point.step),
                 _number(comparison.values.get(point.name, (0, None))[1]),
-                *(_figure(name, point.curves.figures.get(name) if point.curves else None) for name in shown),
+                *(_figure(name, point.figures.get(name), at_least) for name in shown),
                 *([Cell(point.why[:WHY_WIDTH], point.why)] if with_why else []),
             ]
         )
     return Table(headings, rows)
+
+
+def ordered_points(comparison: Comparison) -> list[tuple[Group, Point]]:
+    """Points in the order of their groups, the best of each first."""
+    return [(group, point) for group in comparison.groups for point in _ordered(comparison, group)]
 
 
 def _without_empty(table: Table) -> Table:
@@ -116,14 +133,24 @@ def footnotes(comparison: Comparison) -> list[str]:
         notes.append(FOOTNOTE)
     if _shown_figures(comparison):
         notes.append(ABOUT_FIGURES)
+    if "paid_gpu_hours" in _shown_figures(comparison):
+        notes.append(ABOUT_PAID)
     return notes
 
 
-def render_text(comparison: Comparison) -> str:
+def render_text(comparison: Comparison, more: tuple[Table, ...] = ()) -> str:
+    """
+    Args:
+        more: tables to follow those of groups and points.
+    """
     tables = [group_table(comparison)] if has_groups(comparison) else []
-    parts = [_align(table) for table in (*tables, point_table(comparison))]
-    parts.append("\n".join(textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in footnotes(comparison)))
+    parts = [_align(table) for table in (*tables, point_table(comparison), *more)]
+    parts.append("\n".join(map(fill_note, footnotes(comparison))))
     return "\n\n".join([counts_line(comparison), *parts])
+
+
+def fill_note(note: str) -> str:
+    return textwrap.fill(note, WIDTH, subsequent_indent="  ")
 
 
 def counts_line(comparison: Comparison) -> str:
@@ -147,16 +174,18 @@ def render_csv(comparison: Comparison) -> str:
         "spent",
         "value",
         *FIGURES,
+        *(f"{phase}_s" for phase in PHASES),
     ]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
-    for group in comparison.groups:
-        for point in _ordered(comparison, group):
-            spent, value = comparison.values.get(point.name, ("", ""))
-            figures = point.curves.figures if point.curves else {}
-            keys = [value_of(point, key) for key in comparison.columns]
-            head = [point.name, point.point_id, *keys, point.state, point.why, point.step, group.rank or ""]
-            writer.writerow([*head, spent, value, *(figures.get(name, "") for name in FIGURES)])
+    for group, point in ordered_points(comparison):
+        spent, value = comparison.values.get(point.name, ("", ""))
+        figures = point.figures
+        seconds = totals(point.hours.attempts) if point.hours else {}
+        keys = [value_of(point, key) for key in comparison.columns]
+        head = [point.name, point.point_id, *keys, point.state, point.why, point.step, group.rank or ""]
+        cost = [figures.get(name, "") for name in FIGURES] + [seconds.get(phase, "") for phase in PHASES]
+        writer.writerow([*head, spent, value, *cost])
     return text.getvalue()
 
 
@@ -197,7 +226,8 @@ def _point_as_json(comparison: Comparison, point: Point) -> dict[str, Any]:
         "step": point.step,
         "spent": spent,
         "value": value,
-        "figures": point.curves.figures if point.curves else {},
+        "figures": point.figures,
+        "attempts": attempts_as_json(point.hours),
     }
 
 
@@ -209,13 +239,17 @@ def _ordered(comparison: Comparison, group: Group) -> list[Point]:
 
 
 def _shown_figures(comparison: Comparison) -> dict[str, str]:
-    known = {name for point in comparison.points if point.curves for name in point.curves.figures}
+    known = {name for point in comparison.points for name in point.figures}
     return {name: heading for name, heading in FIGURES.items() if name in known}
 
 
-def _figure(name: str, value: float | None) -> Cell:
+def _figure(name: str, value: float | None, at_least: bool = False) -> Cell:
     if value is None:
         return Cell("")
+    if name == "paid_gpu_hours":
+        return Cell(f"{'≥ ' * at_least}{value:.3g}", value)
+    if name == "in_steps":
+        return Cell(f"{value:.0%}", value)
     if name == "wall_s":
         return Cell(clock(value), value)
     if name.startswith("tokens"):
@@ -227,7 +261,7 @@ def _number(value: float | None, form: str = ".4f") -> Cell:
     return Cell("") if value is None else Cell(format(value, form), value)
 
 
-def _value(text: str) -> Cell:
+def swept_value(text: str) -> Cell:
     """A swept value, sorted as a number if it is one."""
     try:
         return Cell(text, float(text))

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from prl.compare.curves import ROLES, is_number, make_curves
+from prl.compare.hours import from_summary
 from prl.compare.points import Point
 from prl.config.errors import UserError
 from prl.metrics.reader import Row
@@ -66,7 +67,9 @@ def read_run(run: Any) -> Point:
         devices=devices,
         swept=config.get("swept") or {},
         config=config,
+        run_id=run.id,
     )
+    point.hours = from_summary(dict(getattr(run, "summary", {})))
     if any(rows.values()):
         point.curves = make_curves(point.job, rows, devices)
         point.step = point.curves.steps[-1]

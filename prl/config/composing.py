@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.hydra import Hydra
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -15,27 +19,35 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import in_hydras_terms, register
-from prl.config.locate import conf_dir
-from prl.config.overrides import alias_conflict, choices_of, diagnose, parse
+from prl.config.hydra_setup import SWEEP_GROUP, in_hydras_terms, register
+from prl.config.locate import added_groups, conf_dir, config_groups
+from prl.config.overrides import choices_of, contradictions, diagnose, parse
+from prl.config.search_path import directories
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
 VERSION_BASE = "1.3"
+JOBS = ("rl", "sft", "inference", "bench")
 
 
 def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:
     """The composed config with Hydra's node. Raises ConfigError for overrides that Hydra refuses."""
+    refuse_contradictions(overrides, config_name)
     try:
         with _hydra():
-            cfg = hydra_compose(config_name=config_name, overrides=in_hydras_terms(overrides), return_hydra_config=True)
+            return hydra_compose(
+                config_name=config_name, overrides=in_hydras_terms(overrides), return_hydra_config=True
+            )
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_name) from error
-    conflict = alias_conflict(overrides)
-    if conflict:
-        raise ConfigError(conflict)
-    return cfg
+
+
+def refuse_contradictions(overrides: list[str], config_name: str) -> None:
+    """What Hydra would take, or end with a traceback of. Raises ConfigError, then with all that is wrong."""
+    found = contradictions(overrides)
+    if found:
+        raise ConfigError(problems(overrides, config_name) or found)
 
 
 @contextmanager
@@ -46,9 +58,20 @@ def _hydra() -> Iterator[None]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base=VERSION_BASE):
+            _add_directories()
             yield
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def _add_directories() -> None:
+    """Those of the user's own, to the Hydra that was initialised just now."""
+    if directories():
+        search_path = GlobalHydra.instance().config_loader().get_search_path()
+        for path in directories():
+            search_path.prepend("command-line", f"file://{path}", anchor="schema")
+        GlobalHydra.instance().clear()
+        Hydra.create_main_hydra2(task_name="prl", config_search_path=search_path)
 
 
 def compose(overrides: list[str], config_name: str = "rl") -> RunConfig:
@@ -65,14 +88,22 @@ def compose(overrides: list[str], config_name: str = "rl") -> RunConfig:
 def run_choices(cfg: DictConfig) -> dict[str, str]:
     """Group -> choice as selected. A list (`env=[a,b]`) is no group choice to Hydra; it is taken from the overrides."""
     runtime = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items()}
-    choices = {k: v for k, v in runtime.items() if "/" not in k and k not in ("memory", "local", "sweeps")}
-    for override in parse(cfg.hydra.overrides.task):
+    choices = {k: v for k, v in runtime.items() if "/" not in k and k not in ("memory", "local", SWEEP_GROUP)}
+    for override in parse(task_overrides(cfg.hydra)):
         if isinstance(override.value(), list) and override.key_or_group in _LIST_GROUPS:
             choices[override.key_or_group] = "+".join(choices_of(override))
     return dict(sorted(choices.items()))
 
 
+def task_overrides(hydra: DictConfig | HydraConf) -> list[str]:
+    """The overrides as typed: Hydra's list of them would put in values for their `${...}`."""
+    lines = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    assert isinstance(lines, list)
+    return [str(line) for line in lines]
+
+
 _LIST_GROUPS = ("env",)
+_HYDRAS_REMEDY = "To append to your config use "
 
 
 def current_choices() -> dict[str, str]:
@@ -86,24 +117,70 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         found = problems(overrides, config_name)
     except UserError as unreadable:
         found = [unreadable]
+    if not found and isinstance(error, OmegaConfBaseException) and error.full_key:
+        from prl.config.resolving import unresolved
+
+        found = [unresolved(error)]
+    if not found and (other := _of_another_job(str(error), config_name)) is not None:
+        found = [other]
     if not found:
         cause = error.__cause__ or error
         text = str(error) or str(cause)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        found = [
-            UserError(lines[0] if lines else repr(cause), where=f"conf/{config_name}.yaml", why=" ".join(lines[1:4]))
-        ]
+        remedy = next((line.partition(_HYDRAS_REMEDY)[2] for line in lines if line.startswith(_HYDRAS_REMEDY)), "")
+        why = " ".join(line for line in lines[1:4] if not line.startswith(_HYDRAS_REMEDY))
+        fix = shlex.quote(remedy) if remedy else ""
+        found = [UserError(lines[0] if lines else repr(cause), where=f"conf/{config_name}.yaml", why=why, fix=fix)]
     return ConfigError(found)
 
 
+def _of_another_job(message: str, config_name: str) -> UserError | None:
+    """Of an experiment or overlay that chooses in groups which this job has not."""
+    met = re.match(r"In '([\w/-]+)': Could not override '([\w/]+)'", message)
+    if met is None:
+        return None
+    with _hydra():
+        groups = {
+            name: {str(group) for group in hydra_compose(name, return_hydra_config=True).hydra.runtime.choices}
+            for name in JOBS
+        }
+    fitting = [name for name in JOBS if met[2] in groups[name] and name != config_name]
+    return UserError(
+        f"{met[1]} is not for this job.",
+        where=f"+{met[1].replace('/', '=')}, conf/{config_name}.yaml",
+        why=f"it chooses in the group {met[2]}, which {config_name} has not",
+        fix=" or ".join(f"python -m prl.{name}" for name in fitting) or f"leave `override /{met[2]}` out of it",
+    )
+
+
 def problems(overrides: list[str], config_name: str) -> list[UserError]:
-    """What is wrong with the overrides, judged by the job's config without them: the schema is wider than one job."""
+    """What is wrong with the overrides, judged by the job's config without them: the schema is wider than one job.
+
+    Keys that only a chosen group brings (`env=countdown env.mix.countdown.weight=2`) are looked for when they are met.
+    """
     with _hydra():
         base = hydra_compose(config_name=config_name, return_hydra_config=True)
-    groups = {str(group) for group in base.hydra.runtime.choices if "/" not in str(group)} - {"local"}
-    with open_dict(base):
-        del base["hydra"]
-    return diagnose(overrides, set(_dotted(base)), groups)
+        groups = {str(group) for group in base.hydra.runtime.choices if "/" not in str(group)} - {"local"}
+        with open_dict(base):
+            del base["hydra"]
+        keys = set(_dotted(base))
+        found = diagnose(overrides, keys, groups)
+        if any(error.where not in groups and "=" not in error.where for error in found):
+            for choice in sorted(_choices(overrides, groups)):
+                keys |= set(_dotted(hydra_compose(config_name=config_name, overrides=[choice])))
+            found = diagnose(overrides, keys, groups)
+    return found
+
+
+def _choices(overrides: list[str], groups: set[str]) -> Iterator[str]:
+    """`group=choice` of every choice of these groups that exists; a list of choices as it is."""
+    existing, added = config_groups(), added_groups()
+    for override in parse(overrides):
+        key, choices = override.key_or_group, choices_of(override)
+        if key in added and override.is_add():
+            yield from (f"+{key}={choice}" for choice in choices if choice in existing[key])
+        elif key in groups and choices and all(choice in existing[key] for choice in choices):
+            yield from [f"{key}=[{','.join(choices)}]"] if key in _LIST_GROUPS else (f"{key}={c}" for c in choices)
 
 
 def _dotted(cfg: DictConfig, prefix: str = "") -> list[str]:

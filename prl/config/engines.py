@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from prl.config.schema import EngineGroupConfig, RunConfig
 from prl.config.world import infer_devices, spans_nodes
 
+EQUALS = 16  # tokens as probable as the last one of top_k, beyond it
 EngineKind = Literal["both", "prefill", "decode"]
 
 
@@ -40,6 +42,17 @@ class EngineShare:
     serves: bool  # HTTP; else it only computes, and the engine's first process speaks for it
 
 
+def learns_truncated(config: RunConfig) -> bool:
+    """Whether training learns from truncated sampling, so that engines must say what tokens were drawn from."""
+    trains = config.job == "rl" or (config.bench is not None and config.bench.target == "stack")
+    return trains and config.inference.sampling.truncates(config.model.card.vocab_size)
+
+
+def logprobs_of_kept(config: RunConfig) -> int:
+    """How many of vLLM's logprobs show all of top_k: where several are equally probable it may keep all of them."""
+    return min(config.inference.sampling.top_k + EQUALS, config.model.card.vocab_size)
+
+
 def engine_groups(config: RunConfig) -> tuple[EngineGroup, ...]:
     """In the order of their devices: prefill first, when prefill and decode are apart."""
     inference, devices = config.inference, infer_devices(config)
@@ -65,6 +78,20 @@ def engine_shares(config: RunConfig, group: EngineGroup) -> tuple[EngineShare, .
         local = 1
     starts = range(0, group.dp, local)
     return tuple(EngineShare(start, local, serves=balancing != "internal" or start == 0) for start in starts)
+
+
+def most_on_a_node(config: RunConfig) -> int:
+    """Processes of engines on the node that has the most: each has a port of its own. 0 where they do not fit."""
+    deployment, used, on_node = config.deployment, 0, Counter[int]()
+    per_node = deployment.gpus_per_node if spans_nodes(config) else infer_devices(config)
+    for group in engine_groups(config):
+        if group.tp > per_node:  # a rule of its own
+            return 0
+        for _ in range(group.num_engines):
+            for share in engine_shares(config, group):
+                on_node[used // per_node] += 1
+                used += group.tp * share.dp_local
+    return max(on_node.values(), default=0)
 
 
 def group_of(config: RunConfig, kind: EngineKind) -> EngineGroup:

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+PLACEHOLDER = re.compile(r"=(.*(\b[A-Z]{4,}\b|DIRECTORY|HOST:PORT)|N$|\.\.\.$|/path/)")
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of a remedy can be pasted as it is: key=value, and no NAME or /path/ to put something in for."""
+    return re.match(r"[+~]{0,2}[\w./@]+=\S", word) is not None and PLACEHOLDER.search(word) is None
+
 
 class UserError(Exception):
     """A mistake or a condition that the user can mend. Entry points print it without a traceback and exit with code 2.
@@ -16,6 +25,12 @@ class UserError(Exception):
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix
         super().__init__(self.render())
+
+    @property
+    def remedies(self) -> list[tuple[str, ...]]:
+        """The alternatives of `fix` that are nothing but overrides to paste, each with all that belong to it."""
+        alternatives = [part.split() for part in re.split(r"[;,] (?:or )?| or ", self.fix)]
+        return [tuple(words) for words in alternatives if words and all(map(is_override, words))]
 
     def render(self) -> str:
         lines = [self.what]

@@ -1,12 +1,13 @@
-"""What Hydra must know before it composes: the groups `memory` and `sweeps`, and the resolvers of our YAML.
+"""What Hydra must know before it composes: the groups `memory` and `sweep_file`, and the resolvers of our YAML.
 
 `memory=tight` is a second name of `memory_recipe=tight`: the selector group `memory` has an empty node for each file of
 `conf/memory_recipe/`, and the defaults list says `- memory_recipe: ${memory}`. The nodes go to the global package: a
 group at package `memory` would add a key of that name.
 
 `+sweep=seeds` chooses `sweeps/seeds.yaml`. Were the group called `sweep`, Hydra would take every `sweep=NAME` for a
-choice of it, and the key `sweep`, which names a sweep, could not be set. So the group is called `sweeps`, as the
-folder, and `+sweep=` is a second name of `+sweeps=`.
+choice of it, and the key `sweep`, which names a sweep, could not be set; were it called `sweeps`, as the folder, files
+of a `sweeps/` of the user's own would be choices of it without the name. So `+sweep=` is a second name of
+`+sweep_file=`.
 
 `inference.vllm.ARGUMENT=value` sets any argument of vLLM without a `+`, and so does `env.args.ARGUMENT=value` of an
 environment of verifiers.
@@ -16,16 +17,19 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from prl.config.locate import config_groups, sweeps_dir
+from prl.config.locate import config_groups, sweep_files
 
 SWEEP_OPTION = "+sweep="
+SWEEP_GROUP = "sweep_file"
 # take keys that conf/ does not list; Hydra alone would ask for a +
 OPEN_NODES = (
     "env.args.",
+    "hydra.launcher.additional_parameters",
     *(f"inference.{group}{node}." for group in ("", "pd.prefill.", "pd.decode.") for node in ("vllm", "env")),
 )
 
@@ -47,7 +51,7 @@ def register() -> None:
 
 def in_hydras_terms(lines: list[str]) -> list[str]:
     """The overrides with `+sweep=NAME` as a choice of a group, and new keys of open nodes as additions."""
-    names = {SWEEP_OPTION: "+sweeps=", **{node: f"++{node}" for node in OPEN_NODES}}
+    names = {SWEEP_OPTION: f"+{SWEEP_GROUP}=", **{node: f"++{node}" for node in OPEN_NODES}}
     return [_renamed(line, names) for line in lines]
 
 
@@ -55,15 +59,22 @@ def _renamed(line: str, names: dict[str, str]) -> str:
     return next((line.replace(old, new, 1) for old, new in names.items() if line.startswith(old)), line)
 
 
-@functools.cache
 def _register_sweeps() -> None:
-    """Make the files of sweeps/ the choices of group `sweeps`. Each names the sweep after itself."""
-    for path in sorted(sweeps_dir().glob("*.yaml")):
+    """Make the files of sweeps/ the choices of a group. Each names the sweep after itself."""
+    for name, node in _read_sweeps(tuple(sweep_files().values())).items():
+        ConfigStore.instance().store(group=SWEEP_GROUP, name=name, node=node, package="_global_", provider="prl")
+
+
+@functools.cache
+def _read_sweeps(files: tuple[Path, ...]) -> dict[str, DictConfig]:
+    found = {}
+    for path in files:
         node = OmegaConf.load(path)
         assert isinstance(node, DictConfig), path
         with open_dict(node):
             node["sweep"] = path.stem
-        ConfigStore.instance().store(group="sweeps", name=path.stem, node=node, package="_global_", provider="prl")
+        found[path.stem] = node
+    return found
 
 
 def name_sweep(config_name: str, lines: list[str]) -> None:

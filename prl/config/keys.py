@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from prl.config.schema import Group, RunConfig
 
 
@@ -13,6 +15,28 @@ def _group_in(annotation: Any) -> type[Group] | None:
     """The Group class of an annotation such as `SftConfig | None`, or None."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return next((option for option in options if isinstance(option, type) and issubclass(option, Group)), None)
+
+
+def field_of(key: str) -> FieldInfo:
+    """The schema's field of a dotted key. Raises KeyError for a key that it has not."""
+    *path, last = key.split(".")
+    group: type[Group] | None = RunConfig
+    for name in path:
+        group = None if group is None else _group_in(group.model_fields[name].annotation)
+    if group is None:
+        raise KeyError(key)
+    return group.model_fields[last]
+
+
+def as_override(value: Any) -> str:
+    """A value as Hydra's command line takes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(map(as_override, value))}]"
+    return str(value)
 
 
 def schema_keys(group: type[Group] = RunConfig, prefix: str = "") -> Iterator[str]:

@@ -1,5 +1,5 @@
 """Where the YAML lies: `conf/` and `sweeps/`, beside the package in a checkout or an editable install, inside it in a
-wheel.
+wheel; and directories of the user's own (`search_path.py`).
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from prl.config.errors import UserError
+from prl.config.search_path import directories, yaml_files
 
+EXPERIMENT = "experiment"  # conf/experiment: whole recipes
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 
 
@@ -29,13 +31,32 @@ def sweeps_dir() -> Path:
     return conf_dir().parent / "sweeps"
 
 
+def sweep_files() -> dict[str, Path]:
+    """Name -> file of every ready-made sweep, the user's own among them; ours come first where names are the same."""
+    folders = [*(path / "sweeps" for path in reversed(directories())), sweeps_dir()]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
 def config_groups() -> dict[str, list[str]]:
-    """Group -> its choices, from the file names; `memory` stands for `memory_recipe`. Nested groups do not exist."""
-    groups = {
-        folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
-        for folder in sorted(conf_dir().iterdir())
-        if folder.is_dir() and folder.name != "local"
-    }
-    groups = {name: choices for name, choices in groups.items() if choices}
+    """Group -> its choices, from the file names, the user's own among them; `memory` stands for `memory_recipe`."""
+    groups: dict[str, set[str]] = {}
+    for root in (conf_dir(), *directories()):
+        for path in yaml_files(root):
+            name = path.parent.relative_to(root).as_posix()
+            if name.split("/")[0] not in (".", "local", "hydra", "sweeps"):
+                groups.setdefault(name, set()).add(path.stem)
     groups["memory"] = groups["memory_recipe"]
-    return groups
+    return {name: sorted(groups[name]) for name in sorted(groups)}
+
+
+def added_groups() -> set[str]:
+    """Groups that no job's defaults name: they are chosen with a `+` (`+experiment=NAME`, `+overlay=NAME`)."""
+    ours = {path.name for path in conf_dir().iterdir() if path.is_dir()} - {EXPERIMENT} | {"memory"}
+    return set(config_groups()) - ours
+
+
+def file_of_choice(group: str, choice: str) -> Path:
+    """Where it lies; in conf/, if nowhere."""
+    name = f"{group}/{choice}.yaml"
+    found = (root / name for root in (conf_dir(), *directories()) if (root / name).is_file())
+    return next(found, conf_dir() / name)

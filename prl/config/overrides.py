@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
+from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from prl.config.errors import UserError
-from prl.config.hydra_setup import OPEN_NODES
-from prl.config.locate import config_groups
+from prl.config.hydra_setup import OPEN_NODES, SWEEP_GROUP
+from prl.config.locate import added_groups, config_groups, sweep_files
 
 
 def parse(lines: Iterable[str]) -> list[Override]:
     """Parsed overrides. Raises UserError for a line that is no override."""
-    parser = OverridesParser.create()
-    parsed = []
-    for line in lines:
-        try:
-            parsed.append(parser.parse_override(line))
-        except HydraException as error:
-            raise UserError(
-                f"Cannot read the override {line!r}.",
-                why=str(error).splitlines()[0],
-                fix="write key=value, key=[a,b] for a list, or -m key=a,b to sweep; quote what the shell would eat",
-            ) from error
-    return parsed
+    return [_parse_line(line) for line in lines]
+
+
+@functools.lru_cache(maxsize=4096)  # the points of a sweep say the same again and again
+def _parse_line(line: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(line)
+    except HydraException as error:
+        raise UserError(
+            f"Cannot read the override {line!r}.",
+            why=str(error).splitlines()[0],
+            fix="write key=value, key=[a,b] for a list, or -m key=a,b to sweep; quote what the shell would eat",
+        ) from error
 
 
 def choices_of(override: Override) -> list[str]:
-    """The group choices that an override names: of one value, of a list, of every point of a sweep."""
-    values = [override.value()] if not override.is_sweep_override() else _sweep_values(override)
-    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return [str(item) for item in flat if item is not None]
+    """The group choices that an override names: of one value, of a list, of every point of a sweep. A dict is none: it
+    sets keys in the group's node.
+    """
+    return ["null" if name is None else str(name) for name in _names(override)]
 
 
-def _sweep_values(override: Override) -> list[object]:
+def _names(override: Override) -> list[object]:
+    values = [value for value in _values(override) if not isinstance(value, dict)]
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return [name for name in names if name is not None or not override.is_delete()]  # ~group says none
+
+
+def _values(override: Override) -> list[object]:
+    """One, or those of a sweep; of an interval none."""
+    if not override.is_sweep_override():
+        return [override.value()]
     return list(override.sweep_iterator()) if override.is_discrete_sweep() else []
 
 
@@ -46,7 +59,53 @@ def swept_keys(lines: Iterable[str]) -> list[str]:
     return [override.get_key_element() for override in parse(lines) if override.is_sweep_override()]
 
 
-def alias_conflict(lines: Iterable[str]) -> list[UserError]:
+def contradictions(lines: Iterable[str]) -> list[UserError]:
+    """What is wrong with overrides by themselves, whatever they are composed with."""
+    lines = list(lines)
+    return _alias_conflict(lines) + _nameless_choices(lines) + _misused_nodes_of_hydra(lines)
+
+
+def _nameless_choices(lines: list[str]) -> list[UserError]:
+    """Choices of groups that are no names (`env=5`, `parallelism=8`, `optim=null`): Hydra ends with a traceback."""
+    groups = config_groups() | {SWEEP_GROUP: sorted(sweep_files())}
+    return [
+        unknown_choice(override.key_or_group, choice, groups[override.key_or_group])
+        for override in parse(lines)
+        if override.key_or_group in groups
+        if not all(isinstance(name, str) for name in _names(override))
+        for choice in choices_of(override)
+        if choice not in groups[override.key_or_group]
+    ]
+
+
+def _misused_nodes_of_hydra(lines: list[str]) -> list[UserError]:
+    """`hydra/launcher=5`, `hydra=5`, `hydra.launcher=5`: tracebacks of Hydra's, too; and Hydra's own keys swept."""
+    errors = []
+    for override in parse(lines):
+        key, names = override.key_or_group, _names(override)
+        has_dicts = any(isinstance(value, dict) for value in _values(override))
+        if key.startswith("hydra/") and (has_dicts or not all(isinstance(name, str) for name in names)):
+            why, fix = "a group of Hydra: its choices have names", "hydra/launcher=local, hydra/launcher=slurm"
+        elif key in _nodes_of_hydra() and names:
+            why, fix = "it holds keys of Hydra's own, and is no key itself", "hydra.sweep.dir=..., hydra/launcher=local"
+        elif key == "hydra.verbose" and (has_dicts or not all(isinstance(name, (bool, str)) for name in names)):
+            why, fix = "it names loggers, or is true or false", "hydra.verbose=true"
+        elif override.is_sweep_override() and key.startswith(("hydra.", "hydra/")):
+            why, fix = "Hydra's own keys say how a sweep runs, and are the same for all of its points", f"{key}=..."
+        else:
+            continue
+        errors.append(UserError(f"{override.input_line} is not valid.", where=key, why=why, fix=fix))
+    return errors
+
+
+@functools.cache
+def _nodes_of_hydra() -> frozenset[str]:
+    config = OmegaConf.structured(HydraConf)
+    nodes = {key for key in config if OmegaConf.is_dict(config._get_node(key))}
+    return frozenset({"hydra", "hydra.launcher", "hydra.sweeper", *(f"hydra.{key}" for key in nodes)})
+
+
+def _alias_conflict(lines: Iterable[str]) -> list[UserError]:
     """`memory` and `memory_recipe` name the same thing: both at once is a mistake."""
     values = {o.key_or_group: ",".join(choices_of(o)) for o in parse(lines) if o.key_or_group in _ALIASES}
     if set(values) != _ALIASES:
@@ -56,7 +115,7 @@ def alias_conflict(lines: Iterable[str]) -> list[UserError]:
             f"memory={values['memory']} and memory_recipe={values['memory_recipe']} are both given.",
             where="memory, memory_recipe",
             why="memory= is a short name of memory_recipe=",
-            fix=f"keep one of them, say memory={values['memory']}",
+            fix=f"memory={values['memory']}, or memory_recipe={values['memory_recipe']}",
         )
     ]
 
@@ -89,13 +148,29 @@ def unknown_key(key: str, known: Iterable[str]) -> UserError:
     )
 
 
-def unknown_choice(group: str, choice: str, choices: list[str]) -> UserError:
+def _of_added_group(override: Override, choices: list[str]) -> list[UserError]:
+    """What is wrong with the choice of a group that is in no defaults list."""
+    group, asked = override.key_or_group, choices_of(override)
+    unknown = [unknown_choice(group, choice, choices, prefix="+") for choice in asked if choice not in choices]
+    if unknown or override.is_add() or override.is_force_add():
+        return unknown
+    return [
+        UserError(
+            f"The group {group} is not in the defaults of this job.",
+            where=f"{group}={','.join(asked)}",
+            why="Hydra adds a group that no defaults list names only when told so",
+            fix=f"+{group}={','.join(asked)}",
+        )
+    ]
+
+
+def unknown_choice(group: str, choice: str, choices: list[str], prefix: str = "") -> UserError:
     close = difflib.get_close_matches(choice, choices, n=1, cutoff=0.5)
     return UserError(
         f"There is no choice {choice!r} in group {group!r}." + (f" Did you mean {close[0]!r}?" if close else ""),
-        where=f"{group}={choice}",
-        why=f"conf/{group} has: {', '.join(choices)}",
-        fix=f"{group}={close[0] if close else choices[0]}",
+        where=f"{prefix}{group}={choice}",
+        why=f"the group has: {', '.join(choices)}" if prefix else f"conf/{group} has: {', '.join(choices)}",
+        fix=f"{prefix}{group}={close[0] if close else choices[0]}",
     )
 
 
@@ -108,14 +183,18 @@ def diagnose(lines: Iterable[str], known_keys: set[str], used_groups: set[str]) 
         used_groups: the groups in the defaults list of this job.
     """
     lines = list(lines)
-    groups = config_groups()
+    groups, added = config_groups(), added_groups()
     found: list[UserError] = []
     for override in parse(lines):
         key = override.key_or_group
         if key.split(".")[0] == "hydra" or key.startswith(("hydra/", *OPEN_NODES)):
             continue
+        has_dicts = any(isinstance(value, dict) for value in _values(override))
+        if key in added and key not in used_groups:
+            found += _of_added_group(override, groups[key])
+            continue
         if key in used_groups:
             found += [unknown_choice(key, c, groups[key]) for c in choices_of(override) if c not in groups[key]]
-        elif key not in known_keys:
-            found.append(unknown_key(key, known_keys | used_groups))
-    return found + alias_conflict(lines)
+        if key not in known_keys and (has_dicts or key not in used_groups):
+            found.append(unknown_key(key, known_keys if key in used_groups else known_keys | used_groups))
+    return found + _alias_conflict(lines)

@@ -1,18 +1,22 @@
-"""Names of configurations: the id of a point, the key of a warm start, the label of a point within its sweep."""
+"""Names of configurations: the id of a point, its label within its sweep, and what it finds in cache_dir by."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
-from prl.config.schema import RunConfig
+from prl.config.rules.names import as_file_name
+from prl.config.schema import ModelConfig, RunConfig
 
 ID_LENGTH = 10  # hex digits; 40 bits tell any number of points apart that a person could run
 
 # Where things lie, what is written about them, and what they are called: none of it changes what is computed.
 NOT_IDENTITY = {"output_dir", "cache_dir", "logging", "name", "choices", "sweep", "swept", "slurm"}
+
+UNTRAINED = {"cp_styles", "ac_targets"}  # of a model's card: what a trainer may do with it, and not what it is
 
 
 def short_hash(content: Any) -> str:
@@ -27,13 +31,26 @@ def point_id(config: RunConfig) -> str:
 
 
 def warm_start_key(config: RunConfig) -> str:
-    """The cache key of the warm start: what its result depends on, which is the model, its own settings and the seed.
+    """What the result of the warm start depends on, hashed: the model and the warm start's own settings, its seed too.
 
-    The layout (parallelism, deployment) and the memory recipe are left out: they change the speed, not the policy.
+    Left out is what changes the speed and not the policy: the layout (parallelism, deployment), the memory recipe, the
+    attention kernel, and validation where nothing stops upon its loss. The run's own seed has no part in it: runs that
+    differ in their seed start from the same policy. Files that these settings name are `runtime/warm_cache.py`'s part.
     """
     assert config.warm_start is not None, "a run without warm start has no key"
-    model = config.model.model_dump(mode="json", exclude={"name": True, "card": {"cp_styles", "ac_targets"}})
-    return short_hash({"model": model, "warm_start": config.warm_start.model_dump(mode="json"), "seed": config.seed})
+    model = config.model.model_dump(mode="json", exclude={"name": True, "attn": True, "card": UNTRAINED})
+    is_watched = config.warm_start.target_val_loss > 0
+    stage = config.warm_start.model_dump(mode="json", exclude=None if is_watched else {"val_interval", "val_rows"})
+    return short_hash({"model": model, "warm_start": stage})
+
+
+def random_checkpoint_dir(config: ModelConfig, cache_dir: str | Path) -> Path:
+    """Where a model of random weights is kept: one for each card, seed and tokenizer."""
+    identity = json.dumps(
+        [config.card.model_dump(exclude=UNTRAINED), config.init_seed, config.tokenizer], sort_keys=True
+    )
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return Path(cache_dir).expanduser() / "models" / f"{as_file_name(config.name)}-{digest}"
 
 
 def point_label(config: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from typing import Any
 
@@ -10,10 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from prl.config.errors import ConfigError, UserError
-from prl.config.keys import schema_keys
+from prl.config.keys import as_override, field_of, schema_keys
 from prl.config.overrides import unknown_key
 from prl.config.rules import violations
-from prl.config.schema import RunConfig
+from prl.config.schema import Group, RunConfig
 
 
 def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
@@ -29,14 +30,18 @@ def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
     try:
         plain = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        _refuse_missing(cfg)
-        key = str(getattr(error, "full_key", "") or "")
-        raise ConfigError(
-            [UserError(f"Cannot resolve {key!r}.", where=key, why=str(error).splitlines()[0], fix="give it a value")]
-        ) from error
+        with contextlib.suppress(OmegaConfBaseException):  # what cannot be resolved cannot be looked through either
+            _refuse_missing(cfg)
+        raise ConfigError([unresolved(error)]) from error
     assert isinstance(plain, dict)
     if "'???'" in repr(plain):  # a tenth of the time of missing_keys
         _refuse_missing(cfg)
+    return resolve_plain(plain, **run_fields)
+
+
+def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
+    """As `resolve`, of dicts in which no key refers to another and none is left to the user. `plain` is changed."""
+    _refuse_recorded(plain)
     plain.update(run_fields)
     try:
         config = RunConfig.model_validate(plain)
@@ -48,7 +53,43 @@ def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
     return config
 
 
-UNION_MEMBERS = ("int", "constrained-int", "float", "constrained-float", "str")  # names that pydantic appends
+def unresolved(error: OmegaConfBaseException) -> UserError:
+    """What is said of a key whose `${...}` leads nowhere."""
+    key = str(error.full_key or "").partition("[")[0]  # overrides cannot name elements of a list
+    default = default_of(key)
+    return UserError(
+        f"Cannot resolve {key!r}.",
+        where=key,
+        why=str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: "),
+        fix=f"{key}={'VALUE' if default is None else default}, or set what it refers to",
+    )
+
+
+def _refuse_recorded(plain: dict[Any, Any]) -> None:
+    """Keys in which a run writes down how it was composed: what a user says there would be lost."""
+    said_by = {"choices": "GROUP=CHOICE", "swept": "-m KEY=VALUE,VALUE"}
+    found = [
+        UserError(
+            f"{key} is not for you to set.",
+            where=f"{key}={plain[key]}",
+            why="it records what was chosen or swept on the command line",
+            fix=f"leave it out; {instead} is how to say it",
+        )
+        for key, instead in said_by.items()
+        if plain.get(key)
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+UNION_MEMBERS = (
+    "int",
+    "constrained-int",
+    "float",
+    "constrained-float",
+    "str",
+    "constrained-str",
+)  # names that pydantic appends
 
 
 def _refuse_missing(cfg: DictConfig) -> None:
@@ -62,7 +103,7 @@ def _missing(key: str) -> UserError:
         f"{key} has no value.",
         where=key,
         why="the chosen config leaves it to you",
-        fix=f"{key}=VALUE on the command line",
+        fix=f"{key.partition('[')[0]}=VALUE on the command line",
     )
 
 
@@ -75,6 +116,7 @@ def _explain_all(error: ValidationError) -> list[UserError]:
     return [
         unknown_key(key, known) if items[0]["type"] == "extra_forbidden" else _explain(key, items)
         for key, items in by_key.items()
+        if key.removeprefix("sft.") == key or key.removeprefix("sft.") not in by_key  # conf/sft.yaml copies optim
     ]
 
 
@@ -84,7 +126,8 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
     key = ".".join(parts)
     parent = ".".join(parts[:-1])
     is_leaf = parent in known and not any(other.startswith(parent + ".") for other in known)
-    return parent if key not in known and is_leaf and parts[-1] in UNION_MEMBERS else key
+    added = parts[-1] in UNION_MEMBERS or parts[-1].isdigit()  # of a union, or an element of a list
+    return parent if key not in known and is_leaf and added else key
 
 
 def _explain(key: str, items: list[dict[str, Any]]) -> UserError:
@@ -92,9 +135,23 @@ def _explain(key: str, items: list[dict[str, Any]]) -> UserError:
         str(item["msg"]).replace("Input should be ", "it must be ").partition(", unable to")[0] for item in items
     ]
     expected = " or ".join([messages[0], *(message.removeprefix("it must be ") for message in messages[1:])])
-    missing = all(item["type"] == "missing" for item in items)
+    missing = all(item["type"] == "missing" and isinstance(item["input"], dict) for item in items)
+    if not missing and items[0]["type"] == "missing":  # of a list that is too short, whose elements are no keys
+        whole = as_override(items[0]["input"])
+        expected = f"it has {len(items[0]['input'])} of {len(items[0]['input']) + len(items)} elements"
+        return UserError(f"{key}={whole} is not valid.", where=key, why=expected, fix=_suggest(key, items))
     what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."
     return UserError(what, where=key, why="it is required" if missing else expected, fix=_suggest(key, items))
+
+
+def default_of(key: str) -> str | None:
+    """The schema's default of a dotted key as an override's value; None where there is none or it is a group."""
+    try:
+        field = field_of(key)
+    except KeyError:
+        return None
+    plain = not field.is_required() and not isinstance(field.default, (Group, dict))
+    return as_override(field.default) if plain else None
 
 
 def _suggest(key: str, items: list[dict[str, Any]]) -> str:
@@ -104,9 +161,14 @@ def _suggest(key: str, items: list[dict[str, Any]]) -> str:
             options = [option.strip("'") for option in str(context["expected"]).replace(" or ", ", ").split(", ")]
             close = difflib.get_close_matches(str(item["input"]), options, n=1, cutoff=0.4)
             return f"{key}={(close or options)[0]}"
+    default = default_of(key)
+    if default is not None:
+        return f"{key}={default}"
+    for item in items:
+        context = item.get("ctx", {})
         for bound in ("ge", "le"):
             if bound in context:
                 return f"{key}={context[bound]}"
-        if "gt" in context:
+        if "gt" in context or item["type"] in ("int_parsing", "int_from_float"):
             return f"{key}=1"
     return f"give {key} a value of that kind; python -m prl.rl --cfg job shows what it is by default"

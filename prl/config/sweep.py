@@ -12,7 +12,7 @@ from prl.config.composer import Composer
 from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import in_hydras_terms
-from prl.config.locate import sweeps_dir
+from prl.config.locate import sweep_files
 from prl.config.overrides import choices_of, parse, swept_keys
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def sweep_lines(overrides: list[str], config_name: str) -> list[str]:
 
 def _check_sweep_name(parsed: list[Override]) -> None:
     names = [name for override in parsed if override.get_key_element() == "+sweep" for name in choices_of(override)]
-    known = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
+    known = sorted(sweep_files())
     if len(names) > 1:
         raise ConfigError([UserError(f"Several sweeps at once: {', '.join(names)}.", where="+sweep", fix="take one")])
     if names and names[0] not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prl.config.schema import RunConfig
@@ -82,6 +83,26 @@ def spans_nodes(config: RunConfig) -> bool:
     return deployment.type == "multi_node"
 
 
+def gpu_ids(config: RunConfig) -> tuple[list[int], list[int]]:
+    """Devices of engines and of trainer ranks on a run's only node, in their order. What is not named takes the lowest
+    devices: of those that are left, or the trainer's own where engines take turns with it.
+    """
+    deployment = config.deployment
+    engines = infer_devices(config) if has_engines(config) else 0
+    ranks = resolve_world(config).size if has_trainers(config) else 0
+    infer, train = deployment.infer_gpu_ids, deployment.train_gpu_ids
+    if deployment.type == "colocated":
+        train = train if train is not None else tuple(range(ranks))
+        infer = infer if infer is not None else train
+    infer = infer if infer is not None else _lowest(engines, train or ())
+    train = train if train is not None else _lowest(ranks, infer[:engines])
+    return list(infer[:engines]), list(train[:ranks])
+
+
+def _lowest(count: int, taken: Sequence[int]) -> tuple[int, ...]:
+    return tuple([device for device in range(count + len(taken)) if device not in taken][:count])
+
+
 MAX_AUTO_EP = 8  # wider groups leave the NVLink domain of a usual node
 
 
@@ -111,6 +132,15 @@ def largest_ep(num_experts: int, island: int, cp: int) -> int:
     limit = max(MAX_AUTO_EP, cp)
     fits = [ep for ep in divisors(num_experts) if island % ep == 0 and ep % cp == 0 and ep <= limit]
     return max(fits, default=1)
+
+
+def expert_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Along which dimension stacked expert matrices [E, rows, columns] are sharded within an expert group's share.
+
+    FSDP2 shards unevenly along dimension 0 alone, where it pads. That is the experts themselves, often fewer than the
+    ranks, which then hold nothing; so rows or columns come first, wherever the ranks divide one of them.
+    """
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), 0)
 
 
 def divisors(number: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prl.config.errors import UserError
+from prl.config.packages import MATH_VERIFY
 from prl.envs.protocol import Environment, Message, Split, Task, user
 
 INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
@@ -39,7 +40,7 @@ class HuggingFaceMath(Environment):
             raise UserError(
                 f"environment hf_math needs the package {error.name}",
                 where="env.mix.<name>.id=hf_math",
-                fix='pip install -e ".[math]"',
+                fix=MATH_VERIFY.install,
             ) from error
 
     def tasks(self, split: Split) -> list[Task]:

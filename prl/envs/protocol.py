@@ -17,13 +17,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from prl.config.errors import UserError
 
 Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str}
 Tool = dict[str, Any]  # as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}
 Split = Literal["train", "held_out"]
+# How a rollout ended. policy: it finished, its length used up or not. environment: the environment raised or said
+# nonsense. infrastructure: an engine, a connection or a process failed it. grader: the reward raised, hung or was no
+# finite number. timeout: longer than env.rollout_timeout_s. Only `policy` trains (see env.on_timeout).
+Outcome = Literal["policy", "environment", "infrastructure", "grader", "timeout"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 def user(content: str) -> Message:
@@ -65,6 +70,10 @@ class ChatEnded(Exception):
     """No further reply is to be had: the context is full or the turn limit is reached. A rollout may let it pass."""
 
 
+class GraderFailed(Exception):
+    """What computes the reward has failed. For an environment that scores its rollouts itself to raise."""
+
+
 class Chat(Protocol):
     """The conversation of one rollout."""
 
@@ -104,6 +113,6 @@ class Environment(ABC):
         """A conversation worth imitating, for supervised warm starts."""
         raise UserError(
             f"environment {type(self).__name__} has no demonstrations",
-            where="warm_start.data.source or data.source",
+            where="warm_start.data.source or sft.data.source",
             fix="warm_start=none, or another data source",
         )

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import UserError
-from prl.envs.protocol import Chat, Environment, Message, Score, Split, Task
+from prl.config.packages import VERIFIERS
+from prl.envs.protocol import Chat, Environment, GraderFailed, Message, Score, Split, Task
 
-INSTALL = 'pip install -e ".[verifiers]"'
 ID_FORMS = "an installed environment's name, package.module:function, or the path of a module or folder"
 
 # what the reward functions of the rollout that runs in this context have raised
@@ -66,9 +66,9 @@ class VerifiersEnvironment(Environment):
         if output["error"] is not None:
             raise RolloutError(output["error"]["error_chain_repr"])
         if raised:
-            raise RolloutError("; ".join(raised))
+            raise GraderFailed("; ".join(raised))
         metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
-        return Score(float(output["reward"]), {name: value for name, value in metrics.items() if math.isfinite(value)})
+        return Score(output["reward"], {name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def reward(self, task: Task, messages: list[Message]) -> float:
         raise AssertionError("its rollouts come with their score")
@@ -83,7 +83,7 @@ def load(id: str, args: dict[str, Any]) -> Any:
         args: keyword arguments of its `load_environment`, or of the function.
     """
     if find_spec("verifiers") is None:
-        raise UserError("env=verifiers needs the package verifiers", where=f"env.id={id}", fix=INSTALL)
+        raise UserError("env=verifiers needs the package verifiers", where=f"env.id={id}", fix=VERIFIERS.install)
     import verifiers as vf
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prl.config.entry import run_app
+from prl.entry import run_app
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
@@ -17,7 +17,7 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
-    run_app(launch, "inference")
+    run_app(launch, "inference", is_frozen=True)
 
 
 if __name__ == "__main__":

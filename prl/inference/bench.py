@@ -8,6 +8,7 @@ import time
 import torch
 
 from prl.config import compose
+from prl.config.console import shield_console
 from prl.config.schema import RunConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
@@ -56,6 +57,7 @@ def measure(engine: TorchEngine, sequences: int) -> float:
 
 
 def main() -> None:
+    shield_console()
     config = compose(sys.argv[1:], config_name="inference")
     torch.set_num_threads(config.debug.num_threads or 1)
     engine = build_engine(config, random_weights=False)

@@ -7,15 +7,15 @@ import uuid
 from typing import Any
 
 from aiohttp import web
-from jinja2 import TemplateError
 
 from prl.inference.chat_stream import logprob_content, stream_chat
 from prl.inference.generate_route import usage
-from prl.inference.requests import make_request, read_object, refuse
+from prl.inference.requests import make_request, read_request, refuse
 from prl.inference.sequences import Sequence
 from prl.inference.worker import EngineWorker
 from prl.models.chat import ChatRenderer, Message
 
+_SWITCHES = ("stream", "logprobs", "return_token_ids")
 _UNSUPPORTED = ("tools", "response_format", "top_logprobs", "echo", "continue_final_message", "chat_template")
 # everything else in the body is a sampling parameter
 _NOT_SAMPLING = {
@@ -32,10 +32,12 @@ def add_chat_routes(app: web.Application, worker: EngineWorker, model_name: str)
         return web.json_response({"object": "list", "data": [entry]})
 
     async def chat(http: web.Request) -> web.StreamResponse:
-        body, renderer = await read_object(http), worker.renderer
+        renderer, engine = worker.renderer, worker.engine
+        body = await read_request(http, engine.config.max_model_len, engine.vocab)
+        check_switches(body)
         prompt_ids = render(renderer, parse_messages(body))
         body["request_id"] = body.get("request_id") or f"chatcmpl-{uuid.uuid4().hex}"
-        request = make_request(body, prompt_ids, chat_sampling(body), model_name, worker.engine.config.max_model_len)
+        request = make_request(body, prompt_ids, chat_sampling(body), model_name, engine.config.max_model_len)
         if body.get("stream"):
             return await stream_chat(http, worker, request, model_name, body)
         sequences = await worker.generate(request)
@@ -54,6 +56,13 @@ def add_chat_routes(app: web.Application, worker: EngineWorker, model_name: str)
 
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
+
+
+def check_switches(body: dict[str, Any]) -> None:
+    """Raises ValueError for what is neither true nor false: "false" would be true."""
+    for name in _SWITCHES:
+        if not isinstance(body.get(name), bool | None):
+            raise ValueError(f"{name} must be true or false")
 
 
 def parse_messages(body: dict[str, Any]) -> list[Message]:
@@ -78,9 +87,15 @@ def render(renderer: ChatRenderer, messages: list[Message]) -> list[int]:
     """The prompt's tokens. Raises ValueError when the chat template does not take the messages."""
     try:
         text = renderer.text(messages, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
-    return renderer.encode(text)
+    except Exception as error:  # a template is a program, and messages are its only input
+        raise ValueError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
+    try:
+        text.encode()
+        return renderer.encode(text)
+    except UnicodeEncodeError as error:
+        raise ValueError("these messages hold a lone surrogate, which is no character") from error
+    except Exception as error:
+        raise ValueError(f"these messages are no text of the tokenizer: {type(error).__name__}: {error}") from error
 
 
 def chat_sampling(body: dict[str, Any]) -> dict[str, Any]:

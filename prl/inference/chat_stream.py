@@ -9,9 +9,10 @@ from typing import Any
 
 from aiohttp import web
 
+from prl.inference.errors import error_body
 from prl.inference.generate_route import usage
 from prl.inference.sequences import Request, Sequence
-from prl.inference.worker import EngineUnavailable, EngineWorker
+from prl.inference.worker import EngineUnavailable, EngineWorker, SequenceFailed
 from prl.models.chat import ChatRenderer
 
 POLL_S = 0.02  # between looks at what the engine has appended; small models make tokens faster than that
@@ -30,8 +31,10 @@ class Tail:
         """A chunk's entry for all that is new, None when nothing is. The engine's thread may append meanwhile."""
         sequence = self.sequence
         reason = sequence.finish_reason  # before the tokens: once it is set, none follow
+        if reason == "error":  # it ends with an event of its own, once the step is through
+            return None
         count = len(sequence.versions)  # appended last, so that all lists hold so many
-        if self.ended or (count == self.tokens and reason is None):
+        if self.ended or (count <= self.tokens and reason is None):  # fewer: a step is done again
             return None
         ids = sequence.completion_ids[:count]
         text = self.renderer.decode(ids, skip_special_tokens=True)
@@ -69,7 +72,11 @@ def logprob_content(renderer: ChatRenderer, sequence: Sequence, first: int, end:
 async def stream_chat(
     http: web.Request, worker: EngineWorker, request: Request, model_name: str, body: dict[str, Any]
 ) -> web.StreamResponse:
-    """Answer with events until all completions have ended. What fails before the first is raised, as without stream."""
+    """Answer with events until all completions have ended. What fails before the first is raised, as without stream.
+
+    Raises ValueError for stream_options that are none.
+    """
+    with_usage = _wants_usage(body)
     sequences = worker.engine.prepare(request)
     generation = asyncio.ensure_future(worker.generate(request, sequences))
     await asyncio.wait([generation], timeout=POLL_S)
@@ -92,14 +99,24 @@ async def stream_chat(
             await asyncio.wait([generation], timeout=POLL_S)
             if generation.done():
                 generation.result()
-        if (body.get("stream_options") or {}).get("include_usage"):
+        await generation
+        if with_usage:
             await _send(response, {**frame, "choices": [], "usage": usage(request, sequences)})
         await response.write(b"data: [DONE]\n\n")
-    except EngineUnavailable as error:  # the status is out: the error is an event
-        await _send(response, {"error": {"message": str(error), "type": "ServiceUnavailableError", "code": 503}})
+    except (EngineUnavailable, SequenceFailed) as error:  # the status is out: the error is an event
+        await _send(response, error_body(500 if isinstance(error, SequenceFailed) else 503, str(error)))
     finally:
         generation.cancel()
     return response
+
+
+def _wants_usage(body: dict[str, Any]) -> bool:
+    """Raises ValueError."""
+    options = body.get("stream_options")
+    wanted = options.get("include_usage", False) if isinstance(options, dict) else False
+    if not isinstance(options, dict | None) or not isinstance(wanted, bool | None):
+        raise ValueError("stream_options must be an object, and its include_usage true or false")
+    return bool(wanted)
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

@@ -38,7 +38,10 @@ def add_control_routes(app: web.Application, worker: EngineWorker) -> None:
 
 def _pause_routes(worker: EngineWorker) -> dict[str, Handler]:
     async def pause(http: web.Request) -> web.Response:
-        await worker.pause(_mode(http, "abort"))
+        clear = http.query.get("clear_cache", "true").lower()
+        if clear not in ("true", "false"):
+            raise ValueError(f"clear_cache must be true or false, not {clear!r}")
+        await worker.pause(_mode(http, "abort"), clear_cache=clear == "true")
         return web.json_response({"status": "paused"})
 
     async def resume(http: web.Request) -> web.Response:

@@ -18,8 +18,16 @@ from torch import Tensor
 
 from prl.config.schema import InferenceConfig
 from prl.inference.forward import DecodeRows, prefill, routing_pieces, sampling_table
+from prl.inference.isolation import BrokenWeights, Isolation
 from prl.inference.kv_cache import KVCache, Namespace
-from prl.inference.sampling import sample, sequence_seed
+from prl.inference.sampling import (
+    SamplingParams,
+    SamplingTable,
+    draw,
+    kept_entries,
+    log_distribution,
+    sequence_seed,
+)
 from prl.inference.sequences import Request, Sequence
 from prl.models.checkpoint import load_weights
 from prl.models.moe import RoutingRecorder
@@ -53,9 +61,12 @@ class TorchEngine:
         self.running: list[Sequence] = []
         self.rows: DecodeRows | None = None
         self.stats = EngineStats()
-        self.epoch = 0  # rises with every change of weights; KV of different epochs is never mixed by the prefix cache
+        # the prefix cache never mixes KV of different epochs; that of requests without a salt rises with each change of
+        # weights, the other one when all is to be forgotten: a salt says by itself which KV is good enough
+        self.epoch = self.salted_epoch = 0
         self.has_weights = True
         self.weights_awake = self.cache_awake = True
+        self.isolation = Isolation(self)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -105,14 +116,19 @@ class TorchEngine:
 
     # --- weights and memory -------------------------------------------------------------------------------------------
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], version: str | None) -> None:
-        """Overwrite the weights in place, between steps. Running sequences keep their KV and go on.
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: str | None, keep_salted: bool = False) -> None:
+        """Overwrite the weights in place, between steps. Running sequences keep their KV and go on. With `keep_salted`
+        the next requests of a conversation that has a cache salt find what there is of it, whichever weights made it.
 
         Raises ValueError when the tensors are not this model's; there are no usable weights then until a load succeeds.
         """
         if not self.weights_awake:
             raise ValueError("the weights sleep: /wake_up?tags=weights before updating them")
-        self.reset_prefix_cache()  # also makes slots, and so batches, those of an engine that just started
+        if keep_salted:
+            self.cache.forget_unsalted()
+            self.epoch += 1
+        else:
+            self.reset_prefix_cache()  # also makes slots, and so batches, those of an engine that just started
         try:
             load_weights(self.model, tensors)
         except ValueError:
@@ -125,6 +141,7 @@ class TorchEngine:
         """Forget every reusable prefix, now and of those now running; these go on."""
         self.cache.reset()
         self.epoch += 1
+        self.salted_epoch += 1
 
     def sleep(self, level: int) -> None:
         """Give memory back: the KV cache, and the weights (level 1: to host memory, level 2: dropped).
@@ -162,18 +179,56 @@ class TorchEngine:
     def step(self) -> list[Sequence]:
         """Prefill what fits, decode one token for all; returns the sequences that finished.
 
-        Raises RuntimeError when the weights give logits that are not finite.
+        What fails costs the sequences that fail alone, too (`isolation`); raises when that does not help.
         """
         assert self.awake
         assert self.has_weights
         self.stats.steps += 1
-        finished = self._prefill(self._admit()) if self.waiting and self.cache.num_free else []
+        finished = []
+        if self.waiting and self.cache.num_free:
+            finished += self.isolation.run(self._prefill, self._admit())
         if self.running:
-            finished += self._decode()
+            finished += self.isolation.run(self._decode, list(self.running))
         return finished
+
+    def advance_alone(self, sequence: Sequence) -> list[Sequence]:
+        """Compute a sequence that is in no slot anew, and one more token of it. Returns it if that ends it."""
+        with torch.inference_mode():
+            self._place(sequence)
+            return self._prefill([sequence])
+
+    def evict(self, sequence: Sequence) -> None:
+        """Out of its slot, if it has one, and nothing of its KV is kept."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        self.rows = None
+        if sequence.slot >= 0:
+            self.cache.wipe(sequence.slot)
+            self.cache.give_back(sequence.slot, self._namespace(sequence), [], False)
+            sequence.slot = -1
+
+    def probe(self) -> Exception | None:
+        """What is wrong if not even one token after a prompt of one can be computed. Nobody sees that it was. Needs a
+        free slot.
+        """
+        (sequence,) = self.prepare(Request("probe", [0], SamplingParams(seed=0, max_tokens=1)))
+        sequence.slot = self.cache.take()
+        try:
+            logits, _ = prefill(self.model, self.cache, [sequence], None)
+            table = sampling_table([sequence], self.eos, self.vocab, self.device)
+            position = torch.ones(1, dtype=torch.int64, device=self.device)
+            self._numbers(self._draw([sequence], logits, table, position)[1])
+        except Exception as error:
+            return error
+        finally:
+            self.evict(sequence)
+        return None
 
     def _namespace(self, sequence: Sequence) -> Namespace:
         return (sequence.epoch, sequence.request.cache_salt)
+
+    def _epoch_of(self, sequence: Sequence) -> int:
+        return self.salted_epoch if sequence.request.cache_salt else self.epoch
 
     def _admit(self) -> list[Sequence]:
         """Waiting sequences in order of priority, then arrival, as many as slots and the token budget allow."""
@@ -191,7 +246,7 @@ class TorchEngine:
 
     def _place(self, sequence: Sequence) -> None:
         """Give a sequence a slot, with as much of its KV as the prefix cache holds."""
-        sequence.epoch = self.epoch
+        sequence.epoch = self._epoch_of(sequence)
         tokens = sequence.token_ids
         source, found = (-1, 0)
         # the routing of cached tokens is not kept, so recording it takes forwarding the whole prompt
@@ -204,6 +259,8 @@ class TorchEngine:
         if found and sequence.slot != source:
             self.cache.copy(source, sequence.slot, found)
         sequence.computed = found
+        if not sequence.num_generated:  # not again after sleep
+            sequence.cached = found
 
     def _prefill(self, admitted: list[Sequence]) -> list[Sequence]:
         """Forward all new tokens of the admitted sequences, sample one token each."""
@@ -220,44 +277,54 @@ class TorchEngine:
             self._complete_prefill(sequence, lead[row], pieces[row] if pieces else None)
         table = sampling_table(admitted, self.eos, self.vocab, self.device)
         positions = torch.tensor([len(s.token_ids) for s in admitted], device=self.device)
-        tokens, logprobs = sample(logits[torch.tensor(rows, device=self.device)], table, positions)
+        drawn = self._draw(admitted, logits[torch.tensor(rows, device=self.device)], table, positions)
         self.running += admitted
         self.rows = None
-        return self._collect(admitted, tokens, logprobs)
+        return self._collect(admitted, *drawn)
 
     def _complete_prefill(self, sequence: Sequence, leader: Sequence, routed: np.ndarray | None) -> None:
         length = len(sequence.token_ids)
         if sequence is not leader:
             self.cache.copy(leader.slot, sequence.slot, length)
             self.stats.prefix_hits += length - sequence.computed
-        if not sequence.num_generated:  # not again after sleep
+        if not sequence.num_generated:
             self.stats.prompt_tokens += sequence.num_prompt
+            sequence.cached = sequence.cached if sequence is leader else length
         sequence.computed = length
         if routed is not None:
             sequence.routed = [routed]
         if self.config.prefix_caching:  # findable by later requests while it runs
             self.cache.file(sequence.slot, self._namespace(sequence), list(sequence.token_ids))
 
-    def _decode(self) -> list[Sequence]:
+    def _decode(self, running: list[Sequence]) -> list[Sequence]:
         """One token for every running sequence."""
         if self.rows is None:
-            self.rows = DecodeRows(self.running, self.eos, self.vocab, self.device)
+            self.rows = DecodeRows(running, self.eos, self.vocab, self.device)
         rows, recorder = self.rows, self._recorder()
         logits = rows.forward(self.model, self.cache, recorder)
-        tokens, logprobs = sample(logits, rows.table, rows.positions)
+        tokens, logprobs = self._draw(rows.sequences, logits, rows.table, rows.positions)
         rows.advance(tokens)
-        for sequence, piece in zip(rows.sequences, routing_pieces(recorder, [1] * len(rows.sequences)), strict=False):
+        routed = routing_pieces(recorder, [1] * len(rows.sequences), self.model.card)
+        for sequence, piece in zip(rows.sequences, routed, strict=False):
             sequence.routed.append(piece)  # one piece each, or none at all
         return self._collect(rows.sequences, tokens, logprobs)
+
+    def _draw(
+        self, sequences: list[Sequence], logits: Tensor, table: SamplingTable, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each sequence and its log-probability, [B] each; who asked is told what it was drawn from."""
+        distribution = log_distribution(logits, table, positions)
+        if table.told:
+            for row, ids in zip(table.told, kept_entries(distribution, table.told), strict=True):
+                sequences[row].kept.append(ids)
+        return draw(distribution, table, positions)
 
     def _recorder(self) -> RoutingRecorder | None:
         return RoutingRecorder() if self.config.return_routed_experts else None
 
     def _collect(self, sequences: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
         """Append a drawn token to each sequence; those that end leave."""
-        numbers = logprobs.tolist()
-        if not all(map(math.isfinite, numbers)):
-            raise RuntimeError(f"the logits are not finite under weight version {self.version}: the weights are broken")
+        numbers = self._numbers(logprobs)
         for sequence, token, logprob in zip(sequences, tokens.tolist(), numbers, strict=True):
             sequence.append(token, logprob, self.version)
             sequence.check_finished(self.eos, self.config.max_model_len)
@@ -268,11 +335,17 @@ class TorchEngine:
             self._leave(sequence)
         return finished
 
+    def _numbers(self, logprobs: Tensor) -> list[float]:
+        numbers = logprobs.tolist()
+        if not all(map(math.isfinite, numbers)):
+            raise BrokenWeights(f"the logits are not finite under weight version {self.version}")
+        return numbers
+
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.rows = None
-        # KV of tokens computed under older weights is never shared
-        cacheable = self.config.prefix_caching and sequence.epoch == self.epoch
+        # KV of tokens computed under older weights is shared under a salt alone
+        cacheable = self.config.prefix_caching and sequence.epoch == self._epoch_of(sequence)
         known = sequence.token_ids[: sequence.computed]
         self.cache.give_back(sequence.slot, self._namespace(sequence), known, cacheable)
         sequence.slot = -1

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prl.config.schema import ModelCard
 from prl.inference.kv_cache import KVCache
 from prl.inference.sampling import SamplingTable
 from prl.inference.sequences import Sequence
@@ -110,14 +111,14 @@ def prefill(
     attend = _prefill_attention(cache, _length_classes(sequences, device), slots, positions)
     hidden = model(input_ids, positions, attend, recorder=recorder)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-    return model.logits(hidden[ends]), routing_pieces(recorder, lengths)
+    return model.logits(hidden[ends]), routing_pieces(recorder, lengths, model.card)
 
 
-def routing_pieces(recorder: RoutingRecorder | None, lengths: list[int]) -> list[np.ndarray]:
-    """Recorded routing, cut into one [length, L, K] uint8 array per sequence."""
+def routing_pieces(recorder: RoutingRecorder | None, lengths: list[int], card: ModelCard) -> list[np.ndarray]:
+    """Recorded routing, cut into one [length, L, K] uint8 or uint16 array per sequence."""
     if recorder is None or not recorder.experts:
         return []
-    return np.split(recorder.stacked().cpu().numpy(), np.cumsum(lengths)[:-1])
+    return np.split(recorder.stacked(card).cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------

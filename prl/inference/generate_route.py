@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 
-from prl.inference.requests import parse_generate, read_object
+from prl.inference.requests import parse_generate, read_request
 from prl.inference.sequences import Request, Sequence
 from prl.inference.worker import EngineWorker
+from prl.transport.kept import KeptTokens, encode_array
 
 
 def add_generate_route(app: web.Application, worker: EngineWorker, model_name: str) -> None:
     async def generate(http: web.Request) -> web.Response:
-        body = await read_object(http)
         config = worker.engine.config
+        body = await read_request(http, config.max_model_len, worker.engine.vocab)
         request = parse_generate(body, model_name, config.max_model_len)
         sequences = await worker.generate(request)
         reply: dict[str, Any] = {
@@ -34,10 +33,16 @@ def add_generate_route(app: web.Application, worker: EngineWorker, model_name: s
     app.router.add_post("/inference/v1/generate", generate)
 
 
-def usage(request: Request, sequences: list[Sequence]) -> dict[str, int]:
+def usage(request: Request, sequences: list[Sequence]) -> dict[str, Any]:
+    """OpenAI's, with what the first completion found in the prefix cache."""
     generated = sum(s.num_generated for s in sequences)
     prompt = len(request.prompt_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sequences[0].cached},
+    }
 
 
 def choice(sequence: Sequence, with_routing: bool) -> dict[str, Any]:
@@ -59,13 +64,10 @@ def choice(sequence: Sequence, with_routing: bool) -> dict[str, Any]:
         **logprobs,
         "routed_experts": encode_routing(sequence.routed_experts()) if with_routing else None,
         "weight_versions": sequence.version_spans(),
+        **({"kept_tokens": KeptTokens.of_sets(sequence.kept).to_json()} if params.kept_tokens else {}),
     }
 
 
 def encode_routing(routed: np.ndarray | None) -> str | None:
-    """[num_tokens - 1, L, K] uint8 as base64 of .npy bytes, the way vLLM sends it."""
-    if routed is None:
-        return None
-    buffer = io.BytesIO()
-    np.save(buffer, routed, allow_pickle=False)
-    return base64.b64encode(buffer.getvalue()).decode()
+    """[num_tokens - 1, L, K] uint8 or uint16 as base64 of .npy bytes, the way vLLM sends it."""
+    return None if routed is None else encode_array(routed)

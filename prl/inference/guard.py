@@ -1,55 +1,75 @@
-"""Who may use an inference server: holders of a key; without keys, programs on this machine that are no web page."""
+"""Who may use an inference server, and for what.
+
+Sampling is for holders of a client's key; without keys, for programs on this machine that are no web page. All else
+changes what the server is (weights, pauses, caches) or tells of its inside, and wants the control key, which clients
+never have. What no list here names is control: so is whatever a later vLLM adds.
+"""
 
 from __future__ import annotations
 
-import hmac
 import os
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from prl.config.errors import UserError
 from prl.config.rules.rl import LOOPBACK_HOSTS
-from prl.config.schema import RunConfig
+from prl.planning.run_plan import RunPlan
+from prl.runtime.for_people import is_open
+from prl.runtime.keys import RunKeys, bears
 
 OPEN_ROUTES = ("/health",)
+GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
+CLIENT_ROUTES = {
+    *GENERATING_ROUTES,
+    *("/v1/models", "/metrics", "/load", "/workers", "/version", "/ping", "/tokenize", "/detokenize"),
+    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"),  # vLLM's
+}
 
 
-def server_keys(config: RunConfig, token: str) -> list[bytes]:
-    """Keys of which a request must carry one; none for an open server.
+@dataclass(frozen=True)
+class Doors:
+    """Keys that open a server's routes. `clients` None: sampling is open to this machine."""
 
-    A server started for people, on loopback and without a key of theirs, is open; within a run the token guards it.
-    Raises UserError when the variable that should hold a key is unset.
-    """
-    for_people = config.job == "inference" and config.inference.api_key_var is None
-    return [] if for_people else api_keys(config.inference.api_key_var, token)
+    clients: tuple[bytes, ...] | None
+    control: tuple[bytes, ...] = ()  # none: no control route is to be had
 
 
-def api_keys(variable: str | None, token: str) -> list[bytes]:
-    """The run's token, and the key in the environment variable if one is named. Raises UserError when that is unset."""
-    keys = [token]
-    if variable is not None:
-        if not os.environ.get(variable):
-            raise UserError(
-                f"the environment variable {variable} is not set or empty",
-                where="inference.api_key_var",
-                why="it names the variable that holds the API key of the inference server",
-                fix=f"export {variable}=..., or inference.api_key_var=null",
-            )
-        keys.append(os.environ[variable])
-    assert all(keys), "an empty key would let everybody in"
-    return [key.encode() for key in keys]
+def doors_of(plan: RunPlan, keys: RunKeys) -> Doors:
+    """Raises UserError when the variable that should hold a key is unset."""
+    variable = plan.config.inference.api_key_var
+    control = (keys.control.encode(),) if keys.control else ()
+    if is_open(plan):
+        return Doors(None, control)
+    clients = [keys.generate.encode(), *([user_key(variable).encode()] if variable is not None else [])]
+    assert all(clients), "an empty key would let everybody in"
+    return Doors(tuple(clients), control)
 
 
-def refusal(keys: list[bytes], path: str, authorization: str, origin: str | None, host: str) -> str | None:
+def user_key(variable: str) -> str:
+    """The key in an environment variable. Raises UserError when it is unset."""
+    if not os.environ.get(variable):
+        raise UserError(
+            f"the environment variable {variable} is not set or empty",
+            where="inference.api_key_var",
+            why="it names the variable that holds the API key of the inference server",
+            fix=f"export {variable}=..., or inference.api_key_var=null",
+        )
+    return os.environ[variable]
+
+
+def refusal(doors: Doors, path: str, authorization: str, origin: str | None, host: str) -> str | None:
     """Why a request is not let in, or None. Arguments are its path and headers; `host` is "name[:port]"."""
     if path in OPEN_ROUTES:
         return None
-    if not keys:
+    if bears(authorization, doors.control):
+        return None
+    if path not in CLIENT_ROUTES:
+        return "this route wants the control key"
+    if doors.clients is None:
         if origin is not None or _hostname(host) not in LOOPBACK_HOSTS:  # a foreign Host: DNS rebinding
             return "a server without an API key answers no web pages; set inference.api_key_var"
         return None
-    scheme, _, given = authorization.partition(" ")
-    known = [hmac.compare_digest(given.encode(errors="surrogateescape"), key) for key in keys]
-    return None if scheme.lower() == "bearer" and any(known) else "wrong or missing API key"
+    return None if bears(authorization, doors.clients) else "wrong or missing API key"
 
 
 def _hostname(host: str) -> str | None:

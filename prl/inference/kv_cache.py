@@ -12,8 +12,8 @@ from prl.config.schema import ModelCard
 
 BLOCK = 8  # tokens; prefixes are found in whole blocks
 
-# What a prefix is filed under: a number that changes with the weights, and the cache salt. KV of other weights or other
-# salts is never found.
+# What a prefix is filed under: a number that changes when KV is to be forgotten, and the cache salt. KV of another one
+# of either is never found.
 Namespace = tuple[int, str]
 
 
@@ -56,6 +56,14 @@ class KVCache:
         self.holders.clear()
         self.empty = [slot for slot in range(self.slots) if slot not in self.in_use]  # a heap: lowest index first
 
+    def forget_unsalted(self) -> None:
+        """Forget the prefixes of requests without a salt; slots that held them are empty."""
+        for slot in [slot for slot, content in self.content.items() if not content.namespace[1]]:
+            self._forget(slot)
+            if slot in self.cached:
+                del self.cached[slot]
+                heapq.heappush(self.empty, slot)
+
     @property
     def num_free(self) -> int:
         return len(self.empty) + len(self.cached)
@@ -86,6 +94,12 @@ class KVCache:
         else:
             self._forget(slot)
             heapq.heappush(self.empty, slot)
+
+    def wipe(self, slot: int) -> None:
+        """Zeros for what a slot in use holds: attention multiplies what it masks by nothing, and that of NaN is NaN."""
+        self._forget(slot)
+        self.k[:, slot] = 0
+        self.v[:, slot] = 0
 
     # --- prefixes -----------------------------------------------------------------------------------------------------
 

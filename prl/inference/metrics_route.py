@@ -6,7 +6,7 @@ from aiohttp import web
 
 from prl.inference.worker import EngineWorker
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 def add_metrics_route(app: web.Application, worker: EngineWorker, model_name: str) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import uuid
 from typing import Any
 
 from aiohttp import web
 
+from prl.inference.bounds import CONTROL_BODY, body_limit, check_bounds, check_number, parse_json
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
+from prl.transport.serving import read_body
 
 _NUMBERS = ("temperature", "top_p", "min_p")
 _INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
@@ -37,6 +37,8 @@ _TEXT_ONLY = {
     "output_kind",
     "include_stop_str_in_output",
 }
+# of vLLM's free field extra_args: ours
+_EXTRA = ("kept_tokens",)
 _UNSUPPORTED = ("stream", "features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 
 
@@ -44,14 +46,18 @@ class ModelNotFound(ValueError):
     """The request names a model that is not served here."""
 
 
-async def read_object(http: web.Request) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty object. Raises ValueError."""
-    try:
-        body = json.loads(await http.text() or "{}")
-    except (ValueError, LookupError, RecursionError) as error:  # LookupError: a charset that does not exist
-        raise ValueError(f"the body is not JSON: {error}") from error
+async def read_object(http: web.Request, limit: int = CONTROL_BODY) -> dict[str, Any]:
+    """The body as a JSON object of at most `limit` bytes; an empty body is an empty object. Raises ValueError."""
+    body = parse_json(await read_body(http, limit) or b"{}")
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
+    return body
+
+
+async def read_request(http: web.Request, max_model_len: int, vocab: int) -> dict[str, Any]:
+    """The body of a request to sample, every number and list of it within its bounds. Raises ValueError."""
+    body = await read_object(http, body_limit(max_model_len))
+    check_bounds(body, vocab)
     return body
 
 
@@ -73,18 +79,20 @@ def make_request(
 ) -> Request:
     """What all generating routes share. Without max_tokens a completion may fill the context. Raises ValueError."""
     if body.get("model") not in (None, model_name):
-        raise ModelNotFound(f"the model {body['model']!r} does not exist; this is {model_name!r}")
+        raise ModelNotFound(f"the model {str(body['model'])[:100]!r} does not exist; this is {model_name!r}")
     salt, request_id = body.get("cache_salt"), body.get("request_id")
     for key, value in (("cache_salt", salt), ("request_id", request_id)):
         if value is not None and not (isinstance(value, str) and value):
             raise ValueError(f"{key} must be a string that is not empty")
+    priority = _integer(body.get("priority") or 0, "priority")
+    check_number("priority", priority)
     sampling = {"max_tokens": max(max_model_len - len(prompt_ids), 1), **_present(sampling)}
     return Request(
         request_id=request_id or uuid.uuid4().hex,
         prompt_ids=prompt_ids,
         params=parse_sampling(sampling),
         cache_salt=salt or "",
-        priority=_integer(body.get("priority") or 0, "priority"),
+        priority=priority,
     )
 
 
@@ -101,8 +109,10 @@ def parse_sampling(raw: dict[str, Any]) -> SamplingParams:
             values[key] = tuple(integer_list(value, key))
         elif key in ("ignore_eos", "flat_logprobs"):
             values[key] = _boolean(value, key)
+        elif key == "extra_args" and isinstance(value, dict) and value.keys() <= set(_EXTRA):
+            values |= {name: _boolean(asked, name) for name, asked in value.items()}
         elif key not in _TEXT_ONLY and value not in _NEUTRAL.get(key, ()):
-            foreign.append(f"{key}={value!r}")
+            foreign.append(f"{key}={value!r}"[:100])
     if foreign:
         raise ValueError(f"the built-in engine does not have {', '.join(sorted(foreign))}; use inference=vllm")
     return SamplingParams(**values)
@@ -126,14 +136,14 @@ def _present(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any, name: str) -> float:
-    if type(value) not in (int, float) or abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must be a finite number, not {str(value)[:50]}")
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} must be a number, not {str(value)[:50]}")
     return float(value)
 
 
 def _integer(value: Any, name: str) -> int:
     if type(value) is not int:
-        raise ValueError(f"{name} must be an integer, not {value!r}")
+        raise ValueError(f"{name} must be an integer, not {str(value)[:50]}")
     return value
 
 

@@ -7,15 +7,16 @@ distribution.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5  # temperatures under this are 0, as in vLLM
-MAX_N = 1024
+from prl.config.schema import GREEDY_BELOW
+from prl.inference.bounds import check_number
+from prl.transport.kept import id_dtype
 
 # odd 32-bit constants as int32: Fibonacci hashing, and MurmurHash3's finaliser
 _GOLDEN, _STEP = 0x9E3779B1 - (1 << 32), 0x27D4EB2F
@@ -26,7 +27,7 @@ _MIX1, _MIX2 = 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32)
 class SamplingParams:
     """vLLM's names and meanings. temperature 0 is greedy; top_k 0 or -1 is off; a stop token stays in its completion.
 
-    Raises ValueError for values out of range.
+    Raises ValueError for values out of range, those of `bounds.BOUNDS`.
     """
 
     n: int = 1
@@ -41,23 +42,18 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # 0: the sampled token's
     flat_logprobs: bool = False  # answer with numbers, not with an object for each token
+    kept_tokens: bool = False  # say from which entries of the vocabulary each token was drawn
 
     def __post_init__(self) -> None:
-        checks = {
-            f"n must be in [1, {MAX_N}]": 1 <= self.n <= MAX_N,
-            "temperature must be a finite number of at least 0": 0 <= self.temperature < math.inf,
-            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "top_k must be -1, 0 or positive": -1 <= self.top_k < 1 << 31,
-            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
-            "seed must fit 64 bits": self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
-            "max_tokens must be at least 1": self.max_tokens >= 1,
-            "min_tokens must be between 0 and max_tokens": 0 <= self.min_tokens <= self.max_tokens,
-            "logprobs must be 0 or absent: the built-in engine keeps the sampled token's only": self.logprobs
-            in (None, 0),
-        }
-        wrong = [message for message, good in checks.items() if not good]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        for name in ("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value)
+        if self.top_p == 0:
+            raise ValueError("top_p must be above 0")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens, which is {self.max_tokens}")
+        if self.logprobs not in (None, 0):
+            raise ValueError("logprobs must be 0 or absent: the built-in engine keeps the sampled token's only")
 
     @property
     def greedy(self) -> bool:
@@ -90,6 +86,7 @@ class SamplingTable:
     min_p: Tensor  # [F, 1] float32
     banned: Tensor | None  # [B, V] bool: stop tokens, forbidden before position
     banned_until: Tensor  # int64
+    told: list[int]  # rows of which it is said what they were drawn from
 
     @classmethod
     def build(
@@ -120,6 +117,7 @@ class SamplingTable:
             min_p=column([p.min_p for p in filtered]),
             banned=_ban_table(params, eos, vocab, device) if any(p.min_tokens for p in params) else None,
             banned_until=torch.tensor(until, device=device),
+            told=[i for i, p in enumerate(params) if p.kept_tokens],
         )
 
 
@@ -131,12 +129,10 @@ def _ban_table(params: Rows[SamplingParams], eos: tuple[int, ...], vocab: int, d
     return banned.to(device)
 
 
-def sample(logits: Tensor, table: SamplingTable, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row. logits [B, V], positions [B] int64 (index of the token to draw in its sequence).
-
-    Returns tokens [B] int64 and their log-probabilities [B] float32, under the distribution really drawn from: stop
-    tokens masked while min_tokens holds, temperature, then min-p, top-k and top-p (vLLM's order), renormalised. A
-    greedy row is drawn from a point mass, whose log-probability says nothing: it reports the one at temperature 1.
+def log_distribution(logits: Tensor, table: SamplingTable, positions: Tensor) -> Tensor:
+    """[B, V] float32, what is drawn from: stop tokens masked while min_tokens holds, temperature, then min-p, top-k and
+    top-p (vLLM's order), renormalised; entries that cannot be drawn are -inf. A greedy row is drawn from a point mass,
+    whose log-probability says nothing: it has the one at temperature 1.
     """
     logits = logits.float()
     if table.banned is not None:
@@ -144,10 +140,26 @@ def sample(logits: Tensor, table: SamplingTable, positions: Tensor) -> tuple[Ten
     logprobs = (logits / table.temperature).log_softmax(dim=-1)
     if table.filtered is not None:  # other rows keep their bits, whoever shares the batch
         logprobs[table.filtered] = filter_logprobs(logprobs[table.filtered], table.min_p, table.top_k, table.top_p)
-    draws = (logprobs + gumbel_noise(table.seed, positions, logits.shape[-1])).argmax(dim=-1)
+    return logprobs
+
+
+def draw(logprobs: Tensor, table: SamplingTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of a `log_distribution` [B, V], and its log-probability: [B] int64, [B] float32."""
+    draws = (logprobs + gumbel_noise(table.seed, positions, logprobs.shape[-1])).argmax(dim=-1)
     if table.greedy is not None:
         draws[table.greedy] = logprobs[table.greedy].argmax(dim=-1)
     return draws, logprobs.gather(-1, draws[:, None]).squeeze(-1)
+
+
+def kept_entries(logprobs: Tensor, rows: list[int]) -> list[np.ndarray]:
+    """Of chosen rows of a `log_distribution` [B, V], the ids that can be drawn; none where that is all of them."""
+    vocab = logprobs.shape[-1]
+    row, ids = (logprobs[rows] > -torch.inf).nonzero(as_tuple=True)
+    sizes = torch.bincount(row, minlength=len(rows)).cpu().numpy()
+    # int32 halves what a GPU sends; torch has no conversion to numpy's narrower ones everywhere
+    found = ids.int().cpu().numpy().astype(id_dtype(vocab))
+    pieces = np.split(found, np.cumsum(sizes)[:-1])
+    return [piece if len(piece) < vocab else piece[:0] for piece in pieces]
 
 
 def filter_logprobs(logprobs: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

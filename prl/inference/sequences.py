@@ -33,11 +33,14 @@ class Sequence:
     slot: int = -1  # row of the KV cache; -1: not running
     epoch: int = -1  # the engine's, when the first of its KV was computed
     computed: int = 0  # leading tokens whose KV is in the slot
+    cached: int = 0  # of the prompt, those whose KV was there when it began
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)  # weight version of each sampled token
-    routed: list[np.ndarray] = field(default_factory=list)  # [tokens, L, K] uint8 pieces, in token order
+    routed: list[np.ndarray] = field(default_factory=list)  # [tokens, L, K] uint8 or uint16 pieces, in token order
+    kept: list[np.ndarray] = field(default_factory=list)  # of each sampled token, if asked: ids it was drawn from
     finish_reason: str | None = None
     stop_reason: int | None = None
+    error: str | None = None  # what it failed of, where finish_reason is "error"
 
     @property
     def num_prompt(self) -> int:
@@ -84,5 +87,5 @@ class Sequence:
         return spans
 
     def routed_experts(self) -> np.ndarray | None:
-        """[num_tokens - 1, L, K] uint8: the last token was never forwarded. None before the first forward pass."""
+        """[num_tokens - 1, L, K]: the last token was never forwarded. None before the first forward pass."""
         return np.concatenate(self.routed)[: len(self.token_ids) - 1] if self.routed else None

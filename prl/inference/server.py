@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from aiohttp import web
@@ -17,28 +16,24 @@ from prl.config.schema import RunConfig
 from prl.inference.chat_route import add_chat_routes
 from prl.inference.control_routes import add_control_routes
 from prl.inference.engine import TorchEngine
+from prl.inference.errors import ENGINE_DIED, error_body
 from prl.inference.generate_route import add_generate_route
-from prl.inference.guard import OPEN_ROUTES, refusal, server_keys
+from prl.inference.guard import OPEN_ROUTES, Doors, doors_of, refusal
 from prl.inference.metrics_route import add_metrics_route
 from prl.inference.requests import ModelNotFound
 from prl.inference.weight_routes import add_weight_routes
-from prl.inference.worker import EngineUnavailable, EngineWorker
+from prl.inference.worker import EngineDied, EngineUnavailable, EngineWorker, SequenceFailed
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import check_card, load_model, resolve_model_path
 from prl.models.tokenizer import load_tokenizer
 from prl.runtime.child import ChildContext
+from prl.transport.serving import start_serving
+from prl.transport.sources import WeightSource
 
 log = logging.getLogger("prl.inference")
 
 # a client that goes away takes its generation along; what changes the engine's state is always carried through
 GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions")
-_ERROR_TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
 
 
 def main(ctx: ChildContext) -> None:
@@ -63,11 +58,9 @@ async def serve(ctx: ChildContext) -> None:
         return engine, renderer
 
     worker = EngineWorker(load, ctx.beat)
-    app = build_app(worker, config, server_keys(config, ctx.token))
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-    await runner.setup()
+    app = build_app(worker, config, doors_of(ctx.plan, ctx.keys), WeightSource.of(ctx))
     assert ctx.listen_socket is not None
-    await web.SockSite(runner, ctx.listen_socket).start()
+    runner = await start_serving(app, ctx.listen_socket, cancelling=True)
     announced = False
     try:
         while not ctx.stop_requested:
@@ -107,13 +100,13 @@ def pick_device(kind: str) -> torch.device:
     return torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def build_app(worker: EngineWorker, config: RunConfig, keys: list[bytes]) -> web.Application:
-    """All routes. Every route but /health wants `Authorization: Bearer <one of keys>`; without keys all are open."""
-    app = web.Application(middlewares=[_guard(keys, worker.settled), _report_errors], client_max_size=1 << 30)
+def build_app(worker: EngineWorker, config: RunConfig, doors: Doors, source: WeightSource) -> web.Application:
+    """All routes; `source`: from where weights may come."""
+    app = web.Application(middlewares=[_guard(doors, worker.settled), _report_errors])
     add_generate_route(app, worker, config.model.name)
     add_chat_routes(app, worker, config.model.name)
     add_control_routes(app, worker)
-    add_weight_routes(app, worker)
+    add_weight_routes(app, worker, source)
     add_metrics_route(app, worker, config.model.name)
     return app
 
@@ -121,11 +114,11 @@ def build_app(worker: EngineWorker, config: RunConfig, keys: list[bytes]) -> web
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _guard(keys: list[bytes], settled: asyncio.Event) -> Middleware:
+def _guard(doors: Doors, settled: asyncio.Event) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         authorization, origin = request.headers.get("Authorization", ""), request.headers.get("Origin")
-        if reason := refusal(keys, request.path, authorization, origin, request.host):
+        if reason := refusal(doors, request.path, authorization, origin, request.host):
             return error_response(401, reason)
         if request.path not in OPEN_ROUTES:  # what comes while the model loads waits for it
             await settled.wait()
@@ -147,14 +140,16 @@ async def _report_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return error_response(404, str(error))
     except ValueError as error:
         return error_response(400, str(error))
+    except EngineDied as error:
+        return error_response(503, str(error), ENGINE_DIED)
     except EngineUnavailable as error:
         return error_response(503, str(error))
+    except SequenceFailed as error:
+        return error_response(500, str(error))
     except Exception as error:
         log.exception("%s %s", request.method, request.path)
         return error_response(500, f"{type(error).__name__}: {error}")
 
 
-def error_response(status: int, message: str) -> web.Response:
-    kind = _ERROR_TYPES.get(status, "BadRequestError")
-    body: dict[str, Any] = {"error": {"message": message, "type": kind, "code": status}}
-    return web.json_response(body, status=status)
+def error_response(status: int, message: str, kind: str | None = None) -> web.Response:
+    return web.json_response(error_body(status, message, kind), status=status)

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
+from prl.transport.sources import WeightSource
 from prl.transport.weights import DEVICE_TRANSPORTS, NamedTensors, receive, stage
 
 
@@ -34,7 +35,7 @@ class WeightUpdate:
         return self.staged
 
 
-def add_weight_routes(app: web.Application, worker: EngineWorker) -> None:
+def add_weight_routes(app: web.Application, worker: EngineWorker, source: WeightSource) -> None:
     update = WeightUpdate()
 
     async def init(http: web.Request) -> web.Response:
@@ -51,9 +52,9 @@ def add_weight_routes(app: web.Application, worker: EngineWorker) -> None:
 
     async def receive_weights(http: web.Request) -> web.Response:
         staged = update.get("/update_weights")
-        info = _object(await read_object(http), "update_info")
+        info = source.check(_object(await read_object(http), "update_info"))
         try:
-            if info.get("type") in DEVICE_TRANSPORTS:  # it arrives when it is loaded
+            if info["type"] in DEVICE_TRANSPORTS:  # it arrives when it is loaded
                 staged.append(chain.from_iterable(stage(info, device=worker.engine.device)))
             else:
                 staged.append(await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum))))
@@ -68,7 +69,8 @@ def add_weight_routes(app: web.Application, worker: EngineWorker) -> None:
         staged, update.staged = update.get("/finish_weight_update"), None
         if not staged:
             raise ValueError("/finish_weight_update before any /update_weights")
-        await worker.run(lambda: worker.engine.load(chain.from_iterable(staged), version))
+        keep_salted = worker.keeps_salted
+        await worker.run(lambda: worker.engine.load(chain.from_iterable(staged), version, keep_salted))
         return web.json_response({"message": "Weight update finished"})
 
     async def weight_info(http: web.Request) -> web.Response:

@@ -21,6 +21,14 @@ class EngineUnavailable(RuntimeError):
     """The engine cannot serve this now: still loading, without weights, or dead."""
 
 
+class EngineDied(EngineUnavailable):
+    """While it had this request, or before."""
+
+
+class SequenceFailed(RuntimeError):
+    """The engine could not compute this request, and goes on without it."""
+
+
 class EngineWorker:
     """All access to the engine goes through here. Methods are called from the event loop unless said otherwise.
 
@@ -40,6 +48,7 @@ class EngineWorker:
         self.results: dict[Sequence, asyncio.Future[Sequence]] = {}  # the event loop's
         self.held: list[tuple[Request, list[Sequence]]] = []  # arrived while paused
         self.admitting = True  # False while paused: new requests are held
+        self.keeps_salted = False  # an update in this pause leaves prefixes that have a salt findable
         self.frozen = False  # paused with mode keep: running ones stand still too; the engine thread's
         self.arrivals = 0
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -86,7 +95,8 @@ class EngineWorker:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request, prepared: list[Sequence] | None = None) -> list[Sequence]:
-        """All n completions of a request. Raises ValueError for a bad one, EngineUnavailable. Cancelling aborts it.
+        """All n completions of a request. Raises ValueError for a bad one, EngineUnavailable,
+        SequenceFailed. Cancelling aborts it.
 
         Args:
             prepared: the sequences that the engine prepared for it, for a caller who wants to see them grow.
@@ -102,7 +112,10 @@ class EngineWorker:
             else:
                 request.arrival = self.arrivals = self.arrivals + 1
                 self._post(lambda: engine.submit(sequences))
-            return list(await asyncio.gather(*futures))
+            completed = list(await asyncio.gather(*futures))
+            if error := next((s.error for s in completed if s.error is not None), None):
+                raise SequenceFailed(f"this request failed in the engine: {error}")
+            return completed
         except asyncio.CancelledError:
             self.held = [item for item in self.held if item[0] is not request]
             self._post(lambda: self._abort(sequences))
@@ -124,9 +137,12 @@ class EngineWorker:
         """Carry out `job` on the engine's thread between two steps, after all that was asked before."""
         return await self._post(job)
 
-    async def pause(self, mode: PauseMode) -> None:
-        """abort: end all requests now; wait: let them finish; keep: freeze them. New requests are held back."""
-        self.admitting = False
+    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
+        """abort: end all requests now; wait: let them finish; keep: freeze them. New requests are held back.
+
+        clear_cache: whether an update of the weights in this pause forgets all prefixes, those with a salt too.
+        """
+        self.admitting, self.keeps_salted = False, not clear_cache
         await self.run(lambda: setattr(self, "frozen", mode == "keep"))  # as a job: in order with those of `resume`
         if mode == "abort":
             await self.abort(None)
@@ -145,7 +161,7 @@ class EngineWorker:
                 self.engine.submit(sequences)
             self.frozen = False
 
-        self.admitting = True
+        self.admitting, self.keeps_salted = True, False
         await self.run(admit)
 
     def stop(self) -> None:
@@ -213,8 +229,8 @@ class EngineWorker:
             _settle(future, None, _death(self.error))
 
 
-def _death(error: BaseException) -> EngineUnavailable:
-    return EngineUnavailable(f"the engine died: {type(error).__name__}: {error}")
+def _death(error: BaseException) -> EngineDied:
+    return EngineDied(f"the engine died: {type(error).__name__}: {error}")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -36,11 +36,11 @@ def active_params(card: ModelCard) -> int:
     """
     hidden, kv = card.hidden_size, card.num_key_value_heads * card.head_dim
     attention = hidden * card.num_attention_heads * card.head_dim * 2 + hidden * kv * 2  # q and o, k and v
-    if card.num_experts:
-        mlp = 3 * hidden * card.moe_intermediate_size * card.num_experts_per_tok + hidden * card.num_experts
-    else:
-        mlp = 3 * hidden * card.intermediate_size
-    return card.num_hidden_layers * (attention + mlp) + hidden * card.vocab_size
+    sparse = 3 * hidden * card.moe_intermediate_size * card.num_experts_per_tok + hidden * card.num_experts
+    dense = 3 * hidden * card.intermediate_size
+    num_sparse = len(card.sparse_layers)
+    mlps = num_sparse * sparse + (card.num_hidden_layers - num_sparse) * dense
+    return card.num_hidden_layers * attention + mlps + hidden * card.vocab_size
 
 
 def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False) -> tuple[float, str]:

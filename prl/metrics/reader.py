@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from prl.metrics.writer import metrics_path
+from prl.runtime.files import parse_object, replace_file
 
 Row = dict[str, Any]
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
@@ -26,7 +26,7 @@ class Tail:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or not now: the next call reads on
             return []
         complete = data.rfind(b"\n") + 1
         self.offset += complete
@@ -45,14 +45,12 @@ def truncate_rows(run_dir: Path, resume_step: int) -> None:
             path.unlink()
             continue
         kept = [row for row in path.read_bytes().splitlines() if _is_kept(row, resume_step)]
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(b"".join(line + b"\n" for line in kept))
-        os.replace(partial, path)
+        replace_file(path, b"".join(line + b"\n" for line in kept))
 
 
 def _is_kept(line: bytes, resume_step: int) -> bool:
     row = _parse(line)
-    return row is not None and row.get("step", 0) <= resume_step
+    return row is not None and isinstance(step := row.get("step", 0), int) and step <= resume_step
 
 
 def _parse_all(data: bytes) -> list[Row]:
@@ -69,10 +67,7 @@ def _parse_all(data: bytes) -> list[Row]:
 
 def _parse(line: bytes) -> Row | None:
     """The row, or None for a line torn by a crash or a full disk."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict):
-        return None
-    return {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+    row = parse_object(line)
+    return row and {
+        key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()
+    }

@@ -16,10 +16,13 @@ from typing import Any, Literal
 from prl.config.schema import RunConfig
 from prl.metrics.reader import Row, Tail
 from prl.planning.run_plan import RunPlan
+from prl.runtime.files import read_object, replace_file
+from prl.runtime.hours import summarise
 
 Mode = Literal["online", "offline", "disabled"]
 MODES: tuple[Mode, ...] = ("online", "offline", "disabled")
 POLL_S = 0.5
+SUMMARY_INTERVAL_S = 60.0  # between what a run has cost so far; the last word comes at its end
 NICENESS = 10
 SENT = "sent.json"  # in <run>/wandb/: metrics file -> newest step that an attempt of this run has sent
 NOT_CHARTED = ("time", "role")
@@ -43,12 +46,16 @@ def mirror(plan: RunPlan, run_dir: Path, run_id: str, resume_step: int, stopped:
     import wandb  # reads the variables above
 
     run = start_run(plan, directory, run_id, mode)
-    feed = Feed(run_dir, directory / SENT, resume_step)
+    feed, summarised_s = Feed(run_dir, directory / SENT, resume_step), time.monotonic()
     try:
         while not stopped():
             feed.forward(run)
+            if time.monotonic() - summarised_s > SUMMARY_INTERVAL_S:
+                run.summary.update(summarise(run_dir))
+                summarised_s = time.monotonic()
             time.sleep(POLL_S)
         feed.forward(run)
+        run.summary.update(summarise(run_dir))
     finally:
         run.finish()
         wandb.teardown()
@@ -62,19 +69,25 @@ def choose_mode(config: RunConfig, environment: Mapping[str, str]) -> Mode:
     for mode in MODES:
         if environment.get("WANDB_MODE") == mode:
             return mode
-    has_key = bool(environment.get("WANDB_API_KEY")) or "api.wandb.ai" in _read(Path("~/.netrc").expanduser())
-    return "online" if has_key else "offline"
+    return "online" if has_key(environment) else "offline"
+
+
+def has_key(environment: Mapping[str, str]) -> bool:
+    """Whether wandb finds one, in the environment or where `wandb login` leaves it."""
+    return bool(environment.get("WANDB_API_KEY")) or "api.wandb.ai" in _read(Path("~/.netrc").expanduser())
 
 
 def run_settings(plan: RunPlan, run_id: str) -> dict[str, Any]:
     """Arguments of wandb.init that say what this run is: group = sweep, name = the swept choices, never random."""
     config, wandb_config = plan.config, plan.config.logging.wandb
-    named = config.swept or {key: value for key, value in config.choices.items() if key in ("model", "algo", "env")}
+    chosen = {key: value for key, value in config.choices.items() if key in ("model", "algo", "env")}
+    named = config.swept if config.swept or wandb_config.name else chosen
+    words = [*filter(None, [wandb_config.name]), *(f"{key}={value}" for key, value in named.items())]
     return {
         "project": wandb_config.project,
         "entity": wandb_config.entity,
         "group": wandb_config.group or config.sweep or config.name,
-        "name": " ".join(f"{key}={value}" for key, value in named.items()) or config.name,
+        "name": " ".join(words) or config.name,
         "id": run_id,
         "job_type": config.job,
         "tags": list(wandb_config.tags),
@@ -100,7 +113,7 @@ class Feed:
     def __init__(self, run_dir: Path, sent_path: Path, resume_step: int) -> None:
         self.metrics_dir, self.sent_path = run_dir / "metrics", sent_path
         self.tails: dict[str, Tail] = {}
-        earlier: dict[str, int] = json.loads(_read(sent_path) or "{}")
+        earlier = {stem: step for stem, step in (read_object(sent_path) or {}).items() if isinstance(step, int)}
         self.skip_until = {stem: min(step, resume_step) for stem, step in earlier.items()} if resume_step else {}
         self.sent = dict(self.skip_until)
 
@@ -116,7 +129,7 @@ class Feed:
                 self.sent[path.stem] = row.get("step", 0)
                 count += 1
         if count:
-            self.sent_path.write_text(json.dumps(self.sent))
+            replace_file(self.sent_path, json.dumps(self.sent), sync=False)
 
 
 def chart(stem: str, row: Row) -> Row:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
+
+from prl.runtime.files import LineFile
+
+MAX_PENDING = 10_000  # rows
 
 
 def metrics_path(run_dir: Path, role_name: str) -> Path:
@@ -18,17 +22,16 @@ def metrics_path(run_dir: Path, role_name: str) -> Path:
 class MetricsWriter:
     """One role's rows. Every row gets `time` (unix seconds) and `role`.
 
-    A full disk costs rows, never the run: `lost_rows` counts them.
+    A full disk does not end a run here: rows that do not fit are kept, and written before the next ones. The oldest
+    are lost when there are too many of them.
     """
 
     def __init__(self, run_dir: Path, role_name: str) -> None:
         path = metrics_path(run_dir, role_name)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.role = role_name
-        self.lost_rows = 0
-        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        # a writer killed in the middle of a row leaves a torn line; the next row must not be glued to it
-        self.torn = _ends_torn(self.fd)
+        self.pending: list[bytes] = []
+        self.file = LineFile(path)
 
     def log(self, *, step: int, **values: Any) -> None:
         """Append one row.
@@ -39,18 +42,18 @@ class MetricsWriter:
         """
         row = {"time": time.time(), "role": self.role, "step": step} | values
         line = json.dumps(plain_value(row), separators=(",", ":")).encode() + b"\n"
-        if self.torn:
-            line = b"\n" + line
-        try:
-            written = os.write(self.fd, line)
-        except OSError:
-            self.lost_rows += 1
-            return
-        self.torn = written < len(line)
-        self.lost_rows += self.torn
+        self.pending = [*self.pending[1 - MAX_PENDING :], line] if self.pending else [line]
+        with contextlib.suppress(OSError):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is kept. Raises OSError where there is still no room for it."""
+        if self.pending:
+            self.file.append(b"".join(self.pending))
+            self.pending = []
 
     def close(self) -> None:
-        os.close(self.fd)
+        self.file.close()
 
 
 def plain_value(value: Any) -> Any:
@@ -64,8 +67,3 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_value(item) for item in value]
     return plain_value(value.tolist())
-
-
-def _ends_torn(fd: int) -> bool:
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prl.config.errors import UserError
+from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4
 from prl.models.attention_kernels import PackedAttention
 from prl.models.qwen3 import Attend
 
@@ -58,14 +59,12 @@ def activate_attention(impl: AttentionImpl) -> None:
     try:
         activate_flash_attention_impl(f"FA{impl[-1]}")
     except (ImportError, RuntimeError, ValueError) as error:
-        package, install = "flash_attn_interface, from FlashAttention's hopper folder", "install it"
-        if impl.endswith("4"):
-            package, install = "flash-attn-4", 'pip install -e ".[fa4]"'
+        package = FLASH_ATTENTION_4 if impl.endswith("4") else FLASH_ATTENTION_3
         raise UserError(
             f"{impl} cannot be activated: {error}",
             where=f"model.attn={impl}",
-            why=f"PyTorch takes these kernels from a package of their own ({package})",
-            fix=f"{install}, or model.attn=auto",
+            why=f"PyTorch takes these kernels from a package of their own ({package.name}: {package.module})",
+            fix=f"{package.install}, or model.attn=auto",
         ) from error
 
 

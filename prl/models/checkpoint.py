@@ -6,7 +6,6 @@ parameter at a time.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prl.config.errors import UserError
+from prl.config.point import random_checkpoint_dir
 from prl.config.schema import ModelCard, ModelConfig
 from prl.models.lora import is_adapter, merged_parameters
 from prl.models.names import Region
@@ -71,10 +71,7 @@ def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
     """A checkpoint of random weights for the card, made once per (card, seed, tokenizer) and kept under
     cache_dir/models/.
     """
-    identity = json.dumps([config.card.model_dump(), config.init_seed, config.tokenizer], sort_keys=True)
-    path = (
-        Path(cache_dir).expanduser() / "models" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    )
+    path = random_checkpoint_dir(config, cache_dir)
     if path.is_dir():
         return path
     from prl.models.tokenizer import save_byte_tokenizer
@@ -254,7 +251,10 @@ def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
     stop = region.rows[1] if region.rows else (param.shape[1] if region.expert is not None else param.shape[0])
     low, high = max(start, offset[0]), min(stop, offset[0] + local.shape[0])
     if low < high:
-        local[low - offset[0] : high - offset[0]].copy_(tensor[low - start : high - start])
+        part = tensor[low - start : high - start]
+        for dim in range(1, local.dim()):  # columns, where experts are sharded along them
+            part = part.narrow(dim, min(offset[dim], part.shape[dim]), local.shape[dim])
+        local[low - offset[0] : high - offset[0]].copy_(part)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
         "use_sliding_window": False,
         "dtype": "float32",
         **card.model_dump(exclude={"family", "cp_styles", "ac_targets", "num_experts", "num_experts_per_tok",
-                                   "moe_intermediate_size", "norm_topk_prob"}),
+                                   "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"}),
     }  # fmt: skip
     if card.family == "qwen3_moe":
         config |= {
@@ -323,7 +323,7 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
             "moe_intermediate_size": card.moe_intermediate_size,
             "norm_topk_prob": card.norm_topk_prob,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            "mlp_only_layers": list(card.mlp_only_layers),
         }
     return config
 

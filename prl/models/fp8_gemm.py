@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prl.config.errors import UserError
+from prl.config.packages import DEEP_GEMM
 from prl.models.fp8_cast import BLOCK, Scaled, restore_blocks, restore_rows
 from prl.models.fp8_groups import GroupedRows
 
@@ -92,7 +93,7 @@ def deep_gemm() -> ModuleType:
                 f"DeepGEMM cannot be imported ({first}; {second}).",
                 where="model.fp8=deep_gemm",
                 why="its kernels come from the package deep_gemm, or from the copy inside vLLM",
-                fix="pip install vllm, or build github.com/deepseek-ai/DeepGEMM; it needs nvcc (CUDA_HOME) at run time",
+                fix=DEEP_GEMM.install,
             ) from second
     alignment = module.get_mk_alignment_for_contiguous_layout()
     assert BLOCK % alignment == 0, f"DeepGEMM wants groups aligned to {alignment} rows"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prl.config.errors import UserError
 from prl.models.names import Region
+
+# Of the numbered rows: a second number tells a row from an entry of a vector where transformers (5.19 does) squeezes
+# what it takes apart, and shows that the columns stayed where they were.
+WIDTH = 2
 
 
 def checkpoint_regions(lm: PreTrainedModel) -> dict[str, Region]:
@@ -28,12 +33,10 @@ def checkpoint_regions(lm: PreTrainedModel) -> dict[str, Region]:
     starts: list[int] = []
     total = 0
     for name, tensor in saved_tensors(lm):
-        shape = tensor.shape[:-1] if tensor.dim() > 1 else tensor.shape
+        shape = (*tensor.shape[:-1], WIDTH) if tensor.dim() > 1 else tuple(tensor.shape)
         starts.append(total)
-        rows[name] = torch.arange(total, total + shape.numel(), dtype=torch.int32).view(
-            *shape, *[1] * (tensor.dim() > 1)
-        )
-        total += shape.numel()
+        rows[name] = torch.arange(total, total + prod(shape), dtype=torch.int64).view(shape)
+        total += prod(shape)
     names, regions = list(rows), {}
     for saved, numbers in revert_weight_conversion(lm, dict(rows)).items():
         name = names[bisect_right(starts, int(numbers.flatten()[0])) - 1]
@@ -57,13 +60,13 @@ def saved_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def region_of(name: str, whole: Tensor, part: Tensor) -> Region | None:
-    """Which rows of the parameter `part` is, both given by row numbers; None when these are not in one piece."""
+    """Which rows of the parameter `part` is, both given by their numbers; None when these are not in one piece."""
     first, count = int(part.flatten()[0]), part.numel()
     in_order = torch.equal(part.flatten(), torch.arange(first, first + count, dtype=part.dtype))
     if part.shape == whole.shape:
         return Region(name) if in_order else None
-    first -= int(whole.flatten()[0])
-    if not in_order or whole.dim() == 1 or part.shape != (count, 1):
+    first, count = (first - int(whole.flatten()[0])) // WIDTH, count // WIDTH
+    if not in_order or whole.dim() == 1 or part.shape != (count, WIDTH):
         return None
     if whole.dim() == 2:
         return Region(name, rows=(first, first + count))

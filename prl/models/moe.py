@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from prl.config.schema import ModelCard
 from prl.models.expert_dispatch import ExpertCompute, LocalDispatch
 
 # dispatch(x [N, H], weights [N, K], experts [N, K], num_experts, compute) -> [N, H]
@@ -20,7 +21,8 @@ class RoutingRecorder:
     """Collects the top-k expert indices of a forward pass, or replays given ones (R3, arXiv:2510.11370).
 
     `experts[layer]` is [N, K] int64. With `given` [N, L, K], the router's choice is replaced layer by layer; the mixing
-    weights are still computed from the current router logits, so gradients flow to the router.
+    weights are still computed from the current router logits, so gradients flow to the router. L counts all layers of
+    the model, as vLLM's answers do; those without experts hold zeros that nobody reads.
     """
 
     def __init__(self, given: Tensor | None = None) -> None:
@@ -33,9 +35,16 @@ class RoutingRecorder:
     def replay(self, layer_idx: int) -> Tensor | None:
         return None if self.given is None else self.given[:, layer_idx].long()
 
-    def stacked(self) -> Tensor:
-        """[N, L, K] uint8 (at most 256 experts) of the layers seen, in layer order."""
-        return torch.stack([self.experts[i] for i in sorted(self.experts)], dim=1).to(torch.uint8)
+    def stacked(self, card: ModelCard) -> Tensor:
+        """[N, L, K] in `expert_dtype`."""
+        nothing = torch.zeros_like(next(iter(self.experts.values())))
+        layers = [self.experts.get(layer, nothing) for layer in range(card.num_hidden_layers)]
+        return torch.stack(layers, dim=1).to(expert_dtype(card.num_experts))
+
+
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """The narrowest that holds every expert's index."""
+    return torch.uint8 if num_experts <= 256 else torch.uint16
 
 
 def route(

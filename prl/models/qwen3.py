@@ -119,7 +119,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
         self.self_attn = Attention(card, layer_idx)
         self.post_attention_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
-        sparse = card.num_experts > 0
+        sparse = layer_idx in card.sparse_layers
         self.mlp = SparseMLP(card, layer_idx) if sparse else DenseMLP(card.hidden_size, card.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recorder: RoutingRecorder | None) -> Tensor:

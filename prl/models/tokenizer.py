@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -22,7 +23,18 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     own = config.tokenizer not in (None, "byte")
-    return AutoTokenizer.from_pretrained(config.tokenizer if own else str(path))
+    wanted = str(config.tokenizer) if own else str(path)
+    try:
+        return AutoTokenizer.from_pretrained(wanted)
+    except Exception as error:  # a dozen unrelated types for "not there", "no network" and "not a tokenizer"
+        said = str(error).strip().splitlines() or [repr(error)]
+        raise UserError(
+            f"there is no tokenizer to be had at {wanted!r}",
+            where="model.tokenizer" if own else "model.path",
+            why=f"{type(error).__name__}: {said[0][:300]}",
+            fix="model.tokenizer=/path/to/tokenizer or the name of one on the Hugging Face hub"
+            + ("; model.tokenizer=byte" if config.path is None else ""),
+        ) from error
 
 
 def _byte_characters() -> list[str]:

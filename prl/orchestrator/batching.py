@@ -33,6 +33,7 @@ def build_batches(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[st
 def to_document(sample: Sample, rollout: Rollout, seq_len: int) -> Document:
     """A rollout's advantage spread over the tokens that it sampled."""
     cut = slice(0, seq_len)
+    length = min(len(sample.input_ids), seq_len)
     return Document(
         input_ids=sample.input_ids[cut],
         loss_mask=sample.loss_mask[cut],
@@ -40,6 +41,7 @@ def to_document(sample: Sample, rollout: Rollout, seq_len: int) -> Document:
         advantages=[rollout.advantage if trained else 0.0 for trained in sample.loss_mask[cut]],
         versions=sample.versions[cut],
         routed_experts=None if sample.routed_experts is None else sample.routed_experts[cut],
+        kept=None if sample.kept is None else sample.kept.fit(length),
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig
 from prl.envs.protocol import Reply, Tool
 from prl.models.chat import ChatRenderer, Message
-from prl.orchestrator.rollout import Generation, Sample
+from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.rollout import Generation, RolloutFailed, Sample
 
 Generate = Callable[[list[int], int], Awaitable[Generation]]  # (prompt ids, max_tokens) -> generation
 
@@ -28,6 +31,7 @@ class Conversation:
         self.turns = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.asked_tokens = self.cached_tokens = 0  # of all turns' prompts; found in an engine's prefix cache
         self.truncated = False
 
     async def reply(
@@ -39,54 +43,75 @@ class Conversation:
             keep: how many of the earlier messages still stand in front of these; None: all of them.
             tools: what the chat template shows. Raises UserError when it does not.
         """
-        if tools and not self.renderer.shows_tools(tools):
+        if tools:
+            self._check_shown(tools)
+        self.messages[len(self.messages) if keep is None else keep :] = messages
+        if self.turns >= self.max_turns:
+            return None
+        rendered = self._render_prompt(tools or [])
+        if rendered is None:
+            self.truncated = True
+            return None
+        sample, ids, text = rendered
+        prompt_ids = sample.input_ids + ids
+        prompt_tokens = len(prompt_ids)
+        room = self.config.max_model_len - prompt_tokens
+        generation = await self.generate(prompt_ids, min(room, self.config.sampling.max_tokens))
+        if not generation.token_ids:
+            raise EngineError(f"the engine returned no token (finish_reason={generation.finish_reason})")
+        if sample is not self.samples[-1]:
+            self.samples.append(sample)
+        sample.append_prompt(ids)  # only now: a sample ends with what was sampled, however the rollout ends
+        if self.turns == 0:
+            self.prompt_tokens = prompt_tokens
+        if generation.cached_tokens is not None:
+            self.asked_tokens += prompt_tokens
+            self.cached_tokens += generation.cached_tokens
+        self.turns += 1
+        self.completion_tokens += len(generation.token_ids)
+        self.truncated |= generation.finish_reason == "length"
+        sample.append_generation(generation)
+        self.text = text + self.renderer.decode(generation.token_ids, skip_special_tokens=False)
+        content = self.renderer.decode(generation.token_ids, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": content})
+        return Reply(content, generation.finish_reason, prompt_tokens, len(generation.token_ids))
+
+    def _check_shown(self, tools: list[Tool]) -> None:
+        with _rendering("tools"):
+            is_shown = self.renderer.shows_tools(tools)
+        if not is_shown:
             raise UserError(
                 "the chat template of this model does not show tools, or has them called otherwise than in <tool_call>",
                 where="model.path, model.tokenizer",
                 why="an environment offers tools",
                 fix="a model whose template does, say model=qwen3_0_6b, or an environment without tools",
             )
-        self.messages[len(self.messages) if keep is None else keep :] = messages
-        if self.turns >= self.max_turns:
-            return None
-        sample = self._render_prompt(tools or [])
-        if sample is None:
-            self.truncated = True
-            return None
-        room = self.config.max_model_len - len(sample.input_ids)
-        prompt_tokens = len(sample.input_ids)
-        generation = await self.generate(sample.input_ids, min(room, self.config.sampling.max_tokens))
-        if not generation.token_ids:
-            raise RuntimeError(f"the engine returned no token (finish_reason={generation.finish_reason})")
-        if self.turns == 0:
-            self.prompt_tokens = prompt_tokens
-        self.turns += 1
-        self.completion_tokens += len(generation.token_ids)
-        self.truncated |= generation.finish_reason == "length"
-        sample.append_generation(generation)
-        self.text += self.renderer.decode(generation.token_ids, skip_special_tokens=False)
-        content = self.renderer.decode(generation.token_ids, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": content})
-        return Reply(content, generation.finish_reason, prompt_tokens, len(generation.token_ids))
 
-    def _render_prompt(self, tools: list[Tool]) -> Sample | None:
-        """The sample to go on with, its prompt appended; None, and nothing changed, when no token would fit behind
-        it.
+    def _render_prompt(self, tools: list[Tool]) -> tuple[Sample, list[int], str] | None:
+        """The sample to go on with, the prompt's tokens behind it, and the text of both; None when no token would fit
+        behind them. Raises RolloutFailed for messages that the chat template or the tokenizer refuses.
         """
         sample, text = self.samples[-1], self.text
-        added = self.renderer.extend(text, self.messages, tools=tools)
-        if added is None:
-            sample, text = Sample(), ""
-            added = self.renderer.text(self.messages, add_generation_prompt=True, tools=tools)
-        ids = self.renderer.encode(added)
+        with _rendering("messages"):
+            added = self.renderer.extend(text, self.messages, tools=tools)
+            if added is None:
+                sample, text = Sample(), ""
+                added = self.renderer.text(self.messages, add_generation_prompt=True, tools=tools)
+            ids = self.renderer.encode(added)
         if len(sample.input_ids) + len(ids) >= self.config.max_model_len:
             return None
-        if sample is not self.samples[-1]:
-            self.samples.append(sample)
-        sample.append_prompt(ids)
-        self.text = text + added
-        return sample
+        return sample, ids, text + added
 
     def finished_samples(self) -> list[Sample]:
         """The samples that hold at least one sampled token."""
         return [s for s in self.samples if any(s.loss_mask)]
+
+
+@contextlib.contextmanager
+def _rendering(what: str) -> Iterator[None]:
+    """A template is a program, which may raise anything about what it dislikes; that is the environment's doing."""
+    try:
+        yield
+    except Exception as error:
+        text = f"the chat template or the tokenizer refuses the {what}: {type(error).__name__}: {error}"
+        raise RolloutFailed(text, trace=traceback.format_exc()) from error

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-import base64
-import io
+import json
+import math
 from typing import Any
 
 import numpy as np
 
+from prl.config.errors import UserError
 from prl.orchestrator.rollout import Generation
+from prl.transport.kept import KeptTokens, decode_array, kept_of_candidates
+
+KEPT_MASS_TOLERANCE = 1e-3
+DYING = ("EngineDeadError", "EngineCore encountered an issue")  # an engine's last words, ours and vLLM's
 
 
 class EngineError(RuntimeError):
     """An engine refused or failed; the message names the route, the status and the engine's own words."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, lost: bool = False, said: str = "") -> None:
         super().__init__(message)
-        self.refused = 400 <= status < 500  # by an engine in good health
+        # by an engine in good health, and asked again it would say the same
+        self.refused = 400 <= status < 500 or (status == 500 and is_engines_own(said))
+        self.lost = lost  # the connection, or the answer: nobody knows whether the engine did what it was asked for
+
+
+def is_engines_own(said: str) -> bool:
+    """Whether a 500 is the word of an engine that lives: one that dies, or a router that lost one, may say 500, too."""
+    try:
+        error = json.loads(said)["error"]
+        return error["code"] == 500 and not any(word in f"{error['type']} {error['message']}" for word in DYING)
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def parse_choice(choice: dict[str, Any], known: int) -> Generation:
@@ -28,6 +44,7 @@ def parse_choice(choice: dict[str, Any], known: int) -> Generation:
     token_ids, logprobs = choice["token_ids"] or [], sampled_logprobs(choice)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"an engine returned {len(token_ids)} tokens but {len(logprobs)} logprobs")
+    check_logprobs(logprobs)
     versions = [known] * len(token_ids)
     for span in choice.get("weight_versions") or []:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
@@ -37,8 +54,68 @@ def parse_choice(choice: dict[str, Any], known: int) -> Generation:
         logprobs=logprobs,
         versions=versions,
         finish_reason=choice["finish_reason"] or "stop",
-        routed_experts=None if routed is None else np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False),
+        routed_experts=None if routed is None else decode_array(routed),
+        kept=kept_tokens(choice),
     )
+
+
+def cached_tokens(reply: dict[str, Any]) -> int | None:
+    """Tokens of the prompt that an engine found in its prefix cache; None when it does not say."""
+    details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+    return details.get("cached_tokens")
+
+
+def kept_tokens(choice: dict[str, Any]) -> KeptTokens | None:
+    """What each token was drawn from, however the engine says it; None when it does not, or of a choice without tokens.
+
+    Engines of a run answer who asks; a vLLM that is not ours has it in its objects of several logprobs, or, with its
+    `--return-sampling-mask`, as lists. Raises EngineError where some of what could be drawn is missing.
+    """
+    mass = choice.get("kept_mass", 1.0)
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if (encoded := choice.get("kept_tokens")) is not None:
+        try:
+            kept = KeptTokens.from_json(encoded)
+        except ValueError as error:
+            raise EngineError(f"an engine returned {error}") from error
+    elif (lists := choice.get("sampling_mask")) is not None:
+        kept = KeptTokens.of_sets([np.array(ids, np.int64) for ids in lists])
+    elif content and all(entry.get("top_logprobs") for entry in content):
+        # the sampled one first; that it may come again is taken into account
+        candidates = [[entry, *entry["top_logprobs"]] for entry in content]
+        flat = [one for several in candidates for one in several]
+        lengths = np.array([len(several) for several in candidates])
+        ids = np.array([one["token_id"] for one in flat], np.int64)
+        kept, mass = kept_of_candidates(lengths, ids, np.array([one["logprob"] for one in flat], np.float64))
+    else:
+        return None
+    if abs(mass - 1) > KEPT_MASS_TOLERANCE:
+        raise EngineError(
+            f"what an engine says a token was drawn from adds up to {mass:.4f}: more tokens than it lists could be "
+            "drawn, or its logprobs are those before truncation (vLLM: --logprobs-mode=processed_logprobs)"
+        )
+    return kept
+
+
+def check_kept(generation: Generation) -> None:
+    """Raises UserError where the engine does not say what tokens were drawn from, EngineError where it is nonsense."""
+    ids, kept = generation.token_ids, generation.kept
+    if not ids:  # aborted before its first token
+        return
+    if kept is None:
+        raise UserError(
+            "The engine does not say which tokens it could have drawn.",
+            where="inference.sampling.top_p, top_k, min_p, and a server of somebody else's (inference.router.type=url)",
+            why="its log-probabilities are of what truncation left, and training must renormalise over the same tokens",
+            fix="inference.sampling.top_p=1 inference.sampling.top_k=0 inference.sampling.min_p=0 (evaluations have "
+            "eval.top_p, eval.top_k and eval.min_p), or a server that passes sampling_params on to vLLM whole",
+        )
+    if len(kept) != len(ids):
+        raise EngineError(f"an engine returned {len(ids)} tokens but {len(kept)} sets of what they were drawn from")
+    of_token = np.repeat(np.arange(len(ids)), kept.counts)
+    holds_it = np.bincount(of_token[kept.ids == np.array(ids)[of_token]], minlength=len(ids)) > 0
+    if not (holds_it | (kept.counts == 0)).all():
+        raise EngineError("an engine returned a token that is not among those which it says it was drawn from")
 
 
 def sampled_logprobs(choice: dict[str, Any]) -> list[float]:
@@ -47,6 +124,13 @@ def sampled_logprobs(choice: dict[str, Any]) -> list[float]:
         return flat
     content = (choice.get("logprobs") or {}).get("content") or []
     return [entry["logprob"] for entry in content]
+
+
+def check_logprobs(logprobs: list[Any]) -> None:
+    """Raises EngineError unless all are finite: a token that was sampled had a probability above zero."""
+    for index, logprob in enumerate(logprobs):
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            raise EngineError(f"an engine returned {logprob!r} as the logprob of token {index} of its reply")
 
 
 def check_routing(generation: Generation, num_prompt: int) -> None:

@@ -13,19 +13,25 @@ import aiohttp
 
 from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
-from prl.orchestrator.engine_answers import EngineError, check_routing, parse_choice
+from prl.orchestrator.engine_answers import EngineError, cached_tokens, check_kept, check_routing, parse_choice
 from prl.orchestrator.rollout import Generation
 from prl.planning.vllm_arguments import PREFILL_ONLY
+from prl.runtime.keys import RunKeys
+from prl.transport.weights import HOST_TRANSPORTS
 from prl.transport.weights_lora import ADAPTER, LORA, load_steps
 
 # running requests keep their KV: vLLM would drop it with the caches, and compute it anew under the next weights
 PAUSE = "/pause?mode=keep&clear_cache=false"
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 GENERATE = "/inference/v1/generate"
+CLIENT_ROUTES = (GENERATE, "/load")  # all others want the control key
 INIT_TRANSFER = "/init_weight_transfer_engine"
+# routes that may be asked again when an answer is lost: done twice they do what they do once; a completion has its seed
+REPEATABLE = (GENERATE, "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", INIT_TRANSFER)
 NOTICE_S = 10.0  # from an engine's failure to the supervisor's word that it was started again
 RETRY_S = 0.2
 NCCL = "nccl"  # type of the update_info of weights that nobody holds
+TCP = "tcp"  # of those that the trainer serves
 
 
 class EngineLost(EngineError):
@@ -50,7 +56,7 @@ class EnginePool:
         self,
         urls: list[str],
         config: InferenceConfig,
-        token: str,
+        keys: RunKeys,
         kinds: Sequence[EngineKind] | None = None,
         router: str | None = None,
         processes: Sequence[int] | None = None,
@@ -58,7 +64,8 @@ class EnginePool:
         """`kinds`: of each replica; None: all prefill and decode by themselves. `processes`: of each replica that hold
         weights, as far as it may be started again; None: one.
         """
-        key = os.environ[config.api_key_var] if config.api_key_var else token
+        key = os.environ[config.api_key_var] if config.api_key_var else keys.generate
+        self.control = {"Authorization": f"Bearer {keys.control}"}
         self.urls, self.config, self.router = urls, config, router
         self.processes = processes or [1] * len(urls)
         kinds = kinds or ["both"] * len(urls)
@@ -125,8 +132,8 @@ class EnginePool:
         """Bring a replica that was started again to the newest weights, then let it serve.
 
         Weights that the trainer no longer holds are waited for: the next ones are on their way then. Where it never
-        holds any, this is done once the replica waits for the next update. Raises EngineError after timeout_s. Returns
-        early when the replica dies once more.
+        holds any, this is done once the replica waits for the next update. Raises EngineError after timeout_s, and
+        NoWeights where the trainer has ended. Returns early when the replica dies once more.
         """
         ended = self.ended[index]
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -146,7 +153,7 @@ class EnginePool:
     async def _bring_up(self, index: int) -> None:
         async with self.updating:
             await self._ask(index, INIT_TRANSFER, {"init_info": self.init_info}, patient=False)
-            if self.newest is not None and self.newest[1].get("type") == NCCL:
+            if self._is_unheld():
                 self.returned.add(index)
                 self._check_hope()
                 return
@@ -155,6 +162,11 @@ class EnginePool:
                     await self._ask(index, route, body, patient=False)
                 await self._ask(index, "/resume", patient=False)
             self._admit(index)
+
+    def _is_unheld(self) -> bool:
+        """Whether nobody holds the newest weights: those of NCCL, and those that a trainer served that has ended."""
+        kind = None if self.newest is None else self.newest[1].get("type")
+        return kind == NCCL or (kind == TCP and self.last_weights)
 
     def _admit(self, index: int) -> None:
         self.returned.discard(index)
@@ -183,6 +195,19 @@ class EnginePool:
     async def _ask(
         self, index: int, route: str, body: dict[str, Any] | None = None, patient: bool = True
     ) -> dict[str, Any]:
+        """A POST to one replica, and once more if the answer was lost and doing it twice does no harm.
+
+        Raises EngineLost when it is started again before it has answered.
+        """
+        try:
+            return await self._ask_once(index, route, body, patient)
+        except EngineError as error:
+            if not error.lost or route.partition("?")[0] not in REPEATABLE:
+                raise
+        self.retried += 1
+        return await self._ask_once(index, route, body, patient)
+
+    async def _ask_once(self, index: int, route: str, body: dict[str, Any] | None, patient: bool) -> dict[str, Any]:
         """A POST to one replica. Raises EngineLost when it is started again before it has answered.
 
         While it is dead, connections to its port are neither answered nor refused, so only the supervisor's word ends
@@ -214,12 +239,14 @@ class EnginePool:
         sampling: SamplingConfig,
         request_id: str,
         replica: int | None = None,
+        telling: dict[str, Any] | None = None,
     ) -> Generation:
         """One completion. `salt` separates prefix caches: requests with different salts never share KV.
+        `telling`: further sampling parameters, by which the engine says what each token was drawn from.
 
         Sampled again from the start when its replica dies, unless it was to be that replica and no other.
         """
-        body = {
+        body: dict[str, Any] = {
             "request_id": request_id,
             "token_ids": prompt_ids,
             "cache_salt": salt,
@@ -234,6 +261,7 @@ class EnginePool:
                 "logprobs": 0,
                 "flat_logprobs": True,
                 "detokenize": False,
+                **(telling or {}),
             },
         }
         through_router = self.router is not None and replica is None
@@ -243,8 +271,11 @@ class EnginePool:
             self.aborted += 1
             raise
         generation = parse_choice(reply["choices"][0], known)
+        generation.cached_tokens = cached_tokens(reply)
         if self.config.return_routed_experts:
             check_routing(generation, len(prompt_ids))
+        if telling:
+            check_kept(generation)
         self.aborted += generation.finish_reason == "abort"
         return generation
 
@@ -351,8 +382,7 @@ class EnginePool:
             if update_info.get("type") == NCCL:
                 complete = await self._meet(version, update_info)
             else:
-                for route, body in _update_steps(version, update_info):
-                    await self._timed(route, body)
+                await self._load(_update_steps(version, update_info), held=update_info.get("type") in HOST_TRANSPORTS)
             self.version = version
             if not complete:
                 return False
@@ -364,6 +394,18 @@ class EnginePool:
             for index in takers:
                 self._admit(index)
             return bool(takers)
+
+    async def _load(self, steps: list[tuple[str, dict[str, Any] | None]], held: bool) -> None:
+        """An update whose weights lie ready. Where the trainer holds them, it begins anew if an answer is lost."""
+        for is_last in (not held, True):
+            try:
+                for route, body in steps:
+                    await self._timed(route, body)
+                return
+            except EngineError as error:
+                if is_last or not error.lost:
+                    raise
+            self.retried += 1
 
     async def _meet(self, version: int, update_info: dict[str, Any]) -> bool:
         """An update for which trainer and engines meet: whether all that are present have it.
@@ -429,15 +471,16 @@ class EnginePool:
 
     async def _call(self, method: str, url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            async with self.session.request(method, url + route, json=body) as response:
+            headers = None if route in CLIENT_ROUTES else self.control
+            async with self.session.request(method, url + route, json=body, headers=headers) as response:
                 if response.status != 200:
-                    text = (await response.text())[:500]
-                    raise EngineError(f"{url}{route}: {response.status}: {text}", response.status)
+                    text = await response.text(errors="replace")
+                    raise EngineError(f"{url}{route}: {response.status}: {text[:500]}", response.status, said=text)
                 if response.content_type != "application/json":
                     return {}
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{url}{route}: {type(error).__name__}: {error}") from error
+            raise EngineError(f"{url}{route}: {type(error).__name__}: {error}", lost=True) from error
 
 
 def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:

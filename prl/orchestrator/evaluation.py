@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from prl.config.schema import EvalConfig, SamplingConfig
-from prl.orchestrator.rollout import Rollout
+from prl.envs.protocol import OUTCOMES
+from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.rollout import FailedRollout, Rollout
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.tasks import TaskChoice
+
+MAX_TRIES = 3  # of a sample that falls to the infrastructure
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -19,6 +24,11 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     if num_samples - num_passed < k:
         return 1.0
     return 1.0 - float(np.prod(1.0 - k / np.arange(num_samples - num_passed + 1, num_samples + 1)))
+
+
+def _is_missing(result: Rollout | FailedRollout | None) -> bool:
+    """Whether a sample was not drawn yet, or fell to the infrastructure."""
+    return result is None or (isinstance(result, FailedRollout) and result.outcome == "infrastructure")
 
 
 def choose_tasks(count: int, wanted: int) -> list[int]:
@@ -31,38 +41,52 @@ async def evaluate(
 ) -> dict[str, Any]:
     """Metrics of the policy that the engines serve now.
 
-    eval/reward is the mean over all samples of all environments; eval/<env>/avg@k, pass@k, and the number of failed
-    rollouts, which count as neither.
+    eval/reward is the mean over all samples of all environments; eval/<env>/avg@k, pass@k; the number of failed
+    rollouts, which count as neither, and eval/outcome/*, of all. What fails for want of an engine or an environment's
+    process says nothing of the policy, and is done again. Raises what ends a run, and EngineError where nothing else
+    came of all; then leaves none running.
     """
-    temperature = sampling.temperature if config.temperature is None else config.temperature
-    drawn = sampling.model_copy(update={"temperature": temperature})
-    jobs: dict[tuple[str, int], list[asyncio.Task[Rollout | None]]] = {}
-    for env in sorted(counts):
-        for index in choose_tasks(counts[env], config.num_tasks):
-            names = [f"eval-{version:06d}-{env}-{index:06d}-{i:04d}" for i in range(config.k)]
-            jobs[env, index] = [runner.start_rollout(TaskChoice(env, index), "held_out", n, drawn) for n in names]
+    drawn = config.sampling(sampling)
+    samples = [
+        (TaskChoice(env, index), f"eval-{version:06d}-{env}-{index:06d}-{i:04d}")
+        for env in sorted(counts)
+        for index in choose_tasks(counts[env], config.num_tasks)
+        for i in range(config.k)
+    ]
+    results: dict[str, Rollout | FailedRollout] = {}
+    for _ in range(MAX_TRIES):
+        todo = [(choice, name) for choice, name in samples if _is_missing(results.get(name))]
+        jobs = [runner.start_rollout(choice, "held_out", name, drawn) for choice, name in todo]
+        try:
+            results |= zip((name for _, name in todo), await asyncio.gather(*jobs), strict=True)
+        finally:
+            for job in jobs:
+                job.cancel()
+    if results and all(_is_missing(result) for result in results.values()):
+        raise EngineError(f"the evaluation of version {version} has no rollout: {next(iter(results.values()))}")
+    ended: dict[tuple[str, int], list[Rollout | FailedRollout]] = {}
+    for choice, name in samples:
+        ended.setdefault((choice.env, choice.index), []).append(results[name])
     row: dict[str, Any] = {}
     everything: list[float] = []
-    failed = 0
     for env in sorted(counts):
         averages, passes, lengths = [], [], []
-        for (name, _), tasks in jobs.items():
-            if name != env:
+        for several in (several for (name, _), several in ended.items() if name == env):
+            finished = [result for result in several if isinstance(result, Rollout)]
+            if not finished:
                 continue
-            results = [result for result in await asyncio.gather(*tasks) if result is not None]
-            failed += len(tasks) - len(results)
-            if not results:
-                continue
-            rewards = [result.reward for result in results]
+            rewards = [result.reward for result in finished]
             everything += rewards
             averages.append(float(np.mean(rewards)))
             passed = sum(reward >= config.pass_threshold for reward in rewards)
             passes.append(pass_at_k(len(rewards), passed, min(config.k, len(rewards))))
-            lengths += [result.completion_tokens for result in results]
+            lengths += [result.completion_tokens for result in finished]
         if averages:
             row[f"eval/{env}/avg@{config.k}"] = float(np.mean(averages))
             row[f"eval/{env}/pass@{config.k}"] = float(np.mean(passes))
             row[f"eval/{env}/completion_tokens"] = float(np.mean(lengths))
+    every = list(results.values())
+    outcomes = Counter(result.outcome for result in every)
     row["eval/reward"] = float(np.mean(everything)) if everything else None
-    row["eval/failed_rollouts"] = failed
-    return row
+    row["eval/failed_rollouts"] = len(every) - len(everything)
+    return row | {f"eval/outcome/{outcome}": outcomes[outcome] for outcome in OUTCOMES}

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from prl.metrics.reader import read_rows
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import resolve_model_path
 from prl.models.tokenizer import load_tokenizer
 from prl.orchestrator.batching import build_batches, staleness
+from prl.orchestrator.checkpointing import Checkpointing
 from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.evaluation import evaluate
+from prl.orchestrator.failure_log import FailureLog
 from prl.orchestrator.lockstep import Lockstep
 from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.restarts import follow_restarts
 from prl.orchestrator.rollout_log import RolloutLog
 from prl.orchestrator.runner import RolloutRunner
-from prl.orchestrator.server import start_server
+from prl.orchestrator.server import BadRequest, start_server
 from prl.orchestrator.tasks import TaskSampler
-from prl.runtime.checkpoints import commit, raise_if_full, staging_dir
 from prl.runtime.child import ChildContext
 from prl.transport.batch import TrainBatch
 from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
 
-PART = "orchestrator"
 LOOK_S = 0.2
 
 
@@ -49,6 +50,7 @@ class Orchestrator:
         # by step; the newest two, so that a slow rank still finds its own
         self.batches: dict[int, list[TrainBatch]] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}  # producer state after each handed-out step
+        self.checkpoints = Checkpointing(ctx)
         self.unsaved: set[int] = set()  # steps to checkpoint whose trainer part is not on disk yet
         self.last_fetched = ctx.resume_step  # newest step that any rank has fetched
         self.stop_at: int | None = None  # first step that nobody will train
@@ -57,12 +59,15 @@ class Orchestrator:
         self.served = -1  # policy version that all engines serve; -1: none yet
         # newest publication that engines are done with, and whether they serve it; NO_PUBLICATION: they are up
         self.delivery = NO_PUBLICATION - 1, False
+        self.offered = NO_PUBLICATION  # newest publication that the trainer told of
         self.turn = NO_PUBLICATION  # newest publication that engines were told of
         self.delivered = asyncio.Condition()  # of both
         self.again: set[int] = set()  # publications behind which the trainer publishes the same version once more
         self.error: Exception | None = None  # of a request handler
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
         self.updates: set[asyncio.Task[None]] = set()  # publications on their way into the engines
+        self.evaluated: set[int] = set()  # versions, in earlier attempts too
+        self.to_evaluate: set[int] = set()  # versions published whose evaluation is not over
         self.rollout_log: RolloutLog | None = None
         self.watch: EngineWatch | None = None
         # step -> when the trainer took it, generation seconds until then
@@ -73,22 +78,25 @@ class Orchestrator:
         ctx, config = self.ctx, self.config
         renderer = await asyncio.to_thread(self._load_renderer)
         servers = ctx.plan.servers()
-        urls = [ctx.endpoints[role.name] for role in servers]
+        names = [role.name for role in servers]
+        urls = [ctx.endpoints[name] for name in names]
         kinds = [role.engine.kind for role in servers if role.engine]
         processes = [len(role.devices) for role in servers]
         router = config.inference.router.url or ctx.endpoints.get("router")
-        self.engines = EnginePool(urls, config.inference, ctx.token, kinds, router, processes)
-        self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.token) for name in config.env.mix}
-        background = [asyncio.create_task(env.serve()) for env in self.envs.values()]
-        background.append(asyncio.create_task(self._follow_engines()))
-        server = await start_server(self, ctx.listen_socket, ctx.token)  # type: ignore[arg-type]
+        self.engines = EnginePool(urls, config.inference, ctx.keys, kinds, router, processes)
+        self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.keys.env) for name in config.env.mix}
+        background = [self._in_background(env.serve()) for env in self.envs.values()]
+        restarted = follow_restarts(ctx.run_dir, names, self.engines, config.deployment.start_timeout_s)
+        background.append(self._in_background(restarted))
+        server = await start_server(self, ctx.listen_socket, ctx.keys.train)  # type: ignore[arg-type]
         try:
             await self._with_beats(self._wait_for_others())
             lockstep = Lockstep(self.engines) if config.algo.max_off_policy_steps == 0 else None
-            self.runner = RolloutRunner(config, self.engines, self.envs, renderer, lockstep)
+            failures = FailureLog(ctx.run_dir)
+            self.runner = RolloutRunner(config, self.engines, self.envs, renderer, lockstep, failures)
             if lockstep is None:  # else nothing may depend on timing
                 self.watch = EngineWatch(self.engines, self.runner.slots, config.inference)
-                background.append(asyncio.create_task(self._watch_engines(self.watch)))
+                background.append(self._in_background(self.watch.follow()))
             counts = {name: env.counts["train"] for name, env in self.envs.items()}
             weights = {name: source.weight for name, source in config.env.mix.items()}
             sampler = TaskSampler(counts, weights, config.seed)
@@ -110,18 +118,14 @@ class Orchestrator:
         path = resolve_model_path(self.config.model, Path(self.config.cache_dir), self.ctx.init_model_path)
         return ChatRenderer(load_tokenizer(self.config.model, path))
 
-    async def _follow_engines(self) -> None:
-        """Bring back engines that the supervisor starts again."""
-        names = [role.name for role in self.ctx.plan.servers()]
-        try:
-            await follow_restarts(self.ctx.run_dir, names, self.engines, self.config.deployment.start_timeout_s)
-        except Exception as error:
-            self.fail(error)
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin work that goes on beside the rest until it is cancelled; an exception of it ends the run."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._check)
+        return task
 
-    async def _watch_engines(self, watch: EngineWatch) -> None:
-        try:
-            await watch.follow()
-        except Exception as error:
+    def _check(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self.fail(error)
 
     async def _wait_for_others(self) -> None:
@@ -134,9 +138,10 @@ class Orchestrator:
     def _restore(self) -> None:
         step = self.ctx.resume_step
         if step:
-            path = self.ctx.run_dir / "checkpoints" / f"step_{step}" / PART / "state.json"
-            self.producer.resume(step, json.loads(path.read_text()))
+            self.producer.resume(step, self.checkpoints.load(step))
         self.snapshots[step] = self.producer.state()
+        rows = read_rows(self.ctx.run_dir, self.ctx.role.name)
+        self.evaluated = {row["step"] for row in rows if "eval/reward" in row}
         if self.config.debug.keep_rollouts:
             self.rollout_log = RolloutLog(self.ctx.run_dir / "rollouts.jsonl", step)
 
@@ -150,10 +155,17 @@ class Orchestrator:
             if self.ctx.stop_requested and self.stop_at is None:
                 await self._stop_after_current()
             await asyncio.wait([task], timeout=0.2)
+            self._look_at_checkpoints()
             if self.error is not None:
                 task.cancel()
                 raise self.error
         task.result()
+
+    def _look_at_checkpoints(self) -> None:
+        try:
+            self.checkpoints.look()
+        except Exception as error:
+            self.fail(error)
 
     async def _stop_after_current(self) -> None:
         async with self.step_ready:
@@ -172,9 +184,7 @@ class Orchestrator:
         feeding.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await feeding
-        trained_all = self.runner.version >= self.config.max_steps
-        at_end = self.config.eval.interval and self.config.eval.at_end and not self._due(self.runner.version)
-        evaluates = trained_all and at_end
+        evaluates = self.runner.version >= self.config.max_steps and self._evaluates_at_end()
         if self.stop_at is not None and self.engines.starved:
             for update in self.updates:  # an evaluation of theirs would wait for weights that do not come
                 update.cancel()
@@ -185,7 +195,7 @@ class Orchestrator:
         await self.producer.stop()
         if evaluates:
             async with self.engine_lock:
-                await self._evaluate()
+                await self._evaluate(self.runner.version)
 
     async def _feed(self) -> None:
         """Collect batch after batch until max_steps."""
@@ -196,7 +206,12 @@ class Orchestrator:
             now = time.perf_counter()
             waited_s, since_last_s, before = now - started, now - before, now
             interval = self.config.ckpt.interval
-            meta = {"stop": False, "publish_again": False, "checkpoint": bool(interval) and step % interval == 0}
+            meta = {
+                "stop": False,
+                "publish_again": False,
+                "checkpoint": bool(interval) and step % interval == 0,
+                "groups": [group.index for group in groups.groups],
+            }
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
             if self.colocated:
                 async with self.engine_lock:  # an evaluation may still be using them
@@ -221,14 +236,18 @@ class Orchestrator:
         interval = self.config.eval.interval
         return bool(interval) and version > 0 and version % interval == 0
 
-    async def _evaluate(self) -> None:
-        """Evaluate the version now served, holding engine_lock; rollouts that run go on beside it, new ones wait."""
+    async def _evaluate(self, version: int) -> None:
+        """Evaluate `version` by what is served now, holding engine_lock; rollouts that run go on beside it, new ones
+        wait. Only where an engine died and could get no older weights is that a later version, as the row says.
+        """
         await self.producer.hold(True)
         counts = {name: env.counts["held_out"] for name, env in self.envs.items()}
         started = time.perf_counter()
-        version = self.runner.version
         row = await evaluate(self.runner, self.config.eval, self.config.inference.sampling, counts, version)
-        self.ctx.metrics.log(step=version, policy_version=version, eval_s=time.perf_counter() - started, **row)
+        seconds, served = time.perf_counter() - started, self.runner.version
+        self.ctx.metrics.log(step=version, policy_version=served, eval_s=seconds, **row)
+        self.ctx.metrics.flush()  # or end here, to be evaluated by the run that resumes
+        self.evaluated.add(version)
         if self.runner.lockstep:  # what is cached now must not depend on whether there was an evaluation (resume)
             await self.engines.everywhere("/reset_prefix_cache")
         await self.producer.hold(False)
@@ -248,6 +267,8 @@ class Orchestrator:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.step_ready.wait(), min(left, LOOK_S))  # engines come back unannounced
             if order == "batch":
+                if data_rank >= len(self.batches[step]):
+                    raise BadRequest(f"there are {len(self.batches[step])} data ranks, so none is {data_rank}")
                 self.last_fetched = max(self.last_fetched, step)
                 if data_rank == 0:
                     self.handed[step] = (time.perf_counter(), self.runner.stats.clock.seconds())
@@ -273,17 +294,21 @@ class Orchestrator:
         return "batch" if is_ready else None
 
     async def weights_published(self, publication: int, version: int, update_info: dict[str, Any]) -> None:
-        """The trainer has weights to offer: bring all engines to them in the background."""
+        """The trainer has weights to offer: bring all engines to them in the background. Once for each publication."""
+        if publication <= self.offered:
+            return
+        self.offered = publication
         if version in self.handed:
             self._log_overlap(version)
+        if self._evaluates(version):
+            self.to_evaluate.add(version)
         update = asyncio.create_task(self._update_engines(publication, version, update_info))
         self.updates.add(update)
         update.add_done_callback(self._check_update)
 
     def _check_update(self, update: asyncio.Task[None]) -> None:
         self.updates.discard(update)
-        if not update.cancelled() and isinstance(error := update.exception(), Exception):
-            self.fail(error)
+        self._check(update)
 
     async def _update_engines(self, publication: int, version: int, update_info: dict[str, Any]) -> None:
         """Swap the weights everywhere, evaluate if it is time, let the rollouts of this version begin."""
@@ -302,17 +327,21 @@ class Orchestrator:
                 timed = self.engines.update_s
                 row = {f"weight_update/{route}_s": seconds for route, seconds in timed.items()}
                 self.ctx.metrics.log(step=version, policy_version=version, weight_update_s=sum(timed.values()), **row)
+            if self.runner.lockstep:
+                # all that it decoded is over: slots and batches become those of an engine that starts (resume)
+                await self.engines.everywhere("/reset_prefix_cache")
             self.runner.version = version
             async with self.delivered:
                 self.served, self.delivery = version, (publication, taken)
                 self.delivered.notify_all()
             await turn
-            # a version that was overtaken meanwhile is nobody's any more
-            if is_new and version == self.served and self._evaluates(version):
-                await self._evaluate()
+            if is_new and self._evaluates(version):  # even if it was overtaken, while engines were started again
+                await self._evaluate(version)
             if is_new and version == self.served:
                 await self.producer.set_version(version)
         finally:
+            if not self._evaluates(version):  # else another update may be evaluating it
+                self.to_evaluate.discard(version)
             turn.cancel()
             if turn.done() and not turn.cancelled():
                 self.engine_lock.release()
@@ -327,9 +356,17 @@ class Orchestrator:
 
     def _evaluates(self, version: int) -> bool:
         """Whether an evaluation follows when the engines have got `version`."""
-        if version == self.ctx.resume_step:
-            return bool(self.config.eval.interval) and self.config.eval.at_start and version == 0
-        return self._due(version) and self.stop_at is None
+        if version in self.evaluated or not self.config.eval.interval:
+            return False
+        if version == 0:
+            return self.config.eval.at_start
+        # a stop leaves it to the run that resumes, if that begins with this version
+        return self._due(version) and (self.stop_at is None or version < self.stop_at - 1)
+
+    def _evaluates_at_end(self) -> bool:
+        """Whether the final policy is evaluated when all else is over; where it is due anyway, its update does it."""
+        version, wanted = self.runner.version, self.config.eval
+        return bool(wanted.interval) and wanted.at_end and not self._due(version) and version not in self.evaluated
 
     async def weights_delivered(self, publication: int, timeout_s: float) -> bool | None:
         """Wait until engines are done with it: whether they serve it. None when it takes longer than timeout_s."""
@@ -347,17 +384,23 @@ class Orchestrator:
                 await asyncio.wait_for(self.delivered.wait_for(condition), timeout_s)
             return condition()
 
-    async def trainer_checkpointed(self, step: int) -> None:
-        """The trainer's part is on disk: add ours and make the checkpoint count."""
-        part = staging_dir(self.ctx.run_dir, step) / PART
-        try:
-            part.mkdir(parents=True, exist_ok=True)
-            (part / "state.json").write_text(json.dumps(self.snapshots[step]))
-            await asyncio.to_thread(commit, self.ctx.run_dir, step, self.config.ckpt.keep)
-        except OSError as error:
-            raise_if_full(error, self.ctx.run_dir, step)
-            raise
-        self.unsaved.discard(step)
+    async def trainer_checkpointed(self, step: int, in_haste: bool) -> None:
+        """The trainer's part is on disk: add ours, and begin to make the checkpoint count."""
+        held = partial(self._would_lose_evaluation, step)
+        self.checkpoints.start(step, self.snapshots, held, in_haste)
+        self.unsaved = {later for later in self.unsaved if later > step}  # one that was skipped is made up for by this
+
+    def _would_lose_evaluation(self, step: int) -> bool:
+        """Whether a run that resumes from `step` would miss an evaluation of an older version which is under way.
+
+        Not while it cannot go on, for it may need weights of a trainer that waits for this checkpoint; and a stop does
+        not wait for it either.
+        """
+        unfinished = any(version < step for version in tuple(self.to_evaluate))
+        return unfinished and self.stop_at is None and any(self.engines.serving)
+
+    async def checkpoint_committed(self, step: int, timeout_s: float) -> float | None:
+        return await self.checkpoints.committed(step, timeout_s)
 
     async def trainer_done(self, step: int) -> None:
         self.finished.set()
@@ -395,8 +438,10 @@ class Orchestrator:
             "dropped_stale_requests": groups.dropped_stale_requests,
             "dropped_stale_tokens": groups.dropped_stale_tokens,
             "filtered_groups": groups.filtered_groups,
-            "failed_rollouts": sum(self.runner.stats.failures.values()),
+            "failed_groups": groups.failed_groups,
+            "failed_rollouts": self.runner.stats.failures,
             "cancelled_rollouts": self.runner.stats.cancelled,
+            "retried_rollouts": self.runner.stats.retried,
             "aborted_requests": self.engines.aborted,
             "retried_requests": self.engines.retried,
             "engine_restarts": self.engines.restarts,
@@ -410,8 +455,12 @@ class Orchestrator:
             "since_last_step_s": since_last_s,
             "tokens_per_s": groups.completion_tokens / since_last_s,
         }
+        row |= groups.outcome_counts(several=len(self.envs) > 1)
         row |= {f"reward/{env}": float(np.mean(rewards)) for env, rewards in groups.rewards_by_env.items()}
         row |= {f"env/{name}": float(np.mean(values)) for name, values in groups.metrics.items()}
+        if asked := sum(r.asked_tokens for r in finished):
+            found = sum(r.cached_tokens for r in finished)
+            row |= {"prefix_cache_queries": asked, "prefix_cache_hits": found, "prefix_cache_hit_rate": found / asked}
         if self.watch is not None:
             row |= self.watch.row()
         if self.runner.stats.last_error:

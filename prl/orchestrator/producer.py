@@ -8,11 +8,13 @@ version <= max_off_policy_steps. What nevertheless arrives too old is dropped, c
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from prl.config.schema import RunConfig
+from prl.envs.protocol import OUTCOMES, Outcome
 from prl.orchestrator.advantages import group_advantages, has_signal
 from prl.orchestrator.rollout import Group, Rollout
 from prl.orchestrator.runner import RolloutRunner
@@ -34,6 +36,8 @@ class StepGroups:
     dropped_stale_requests: int = 0
     dropped_stale_tokens: int = 0  # sampled ones
     filtered_groups: int = 0
+    failed_groups: int = 0  # of whose rollouts none finished
+    outcomes: dict[str, Counter[Outcome]] = field(default_factory=dict)  # env -> of all rollouts that ended
     truncated: int = 0
     rollouts: int = 0
 
@@ -52,6 +56,13 @@ class StepGroups:
             self.metrics.setdefault(f"{env}/{name}", []).append(value)
         self.completion_tokens += sum(r.completion_tokens for r in finished)
         self.truncated += sum(r.truncated for r in finished)
+
+    def outcome_counts(self, several: bool) -> dict[str, int]:
+        """`outcome/<outcome>`, and of several environments `outcome/<env>/<outcome>`: how rollouts ended."""
+        row = {f"outcome/{kind}": sum(counts[kind] for counts in self.outcomes.values()) for kind in OUTCOMES}
+        if several:
+            row |= {f"outcome/{env}/{kind}": counts[kind] for env, counts in self.outcomes.items() for kind in OUTCOMES}
+        return row
 
     def count_stale(self, group: Group) -> None:
         """Add what was sampled for a group that became too old."""
@@ -121,24 +132,35 @@ class Producer:
         self.in_flight[index] = asyncio.create_task(self._collect(index, running))
 
     async def _collect(self, index: int, running: asyncio.Task[Group]) -> None:
+        """Wait for a group and take it. Whatever goes wrong, `next_step` hears of it: no group is lost in silence."""
         try:
             group = await running
-        except asyncio.CancelledError:
+            async with self.changed:
+                del self.in_flight[index]
+                self._take(group)
+                self.start_groups()
+                self.changed.notify_all()
+        except BaseException as error:
             running.cancel()
-            raise
-        except Exception as error:  # raised again by next_step, where the run can end with it
-            self.error = error
-            group = Group(index, "", 0)
+            if isinstance(error, asyncio.CancelledError):
+                if (current := asyncio.current_task()) is not None and current.cancelling():
+                    raise  # by `stop`
+                lost = RuntimeError(f"group {index} was cancelled by nobody of this run")
+                lost.__cause__, error = error, lost
+            await self._end_with(error)
+
+    async def _end_with(self, error: BaseException) -> None:
+        """Have `next_step` raise this; the first one counts."""
         async with self.changed:
-            del self.in_flight[index]
-            self._take(group)
-            self.start_groups()
+            self.error = self.error or error
             self.changed.notify_all()
 
     def _take(self, group: Group) -> None:
         """Score a finished group; keep it if there is something to learn from it."""
         finished, current = group.finished, self.current
+        current.outcomes.setdefault(group.env, Counter()).update(group.outcomes)
         if not finished:
+            current.failed_groups += 1
             return
         current.count(group.env, finished)
         advantages = group_advantages(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from prl.orchestrator.producer import StepGroups
+from prl.runtime.files import append_objects, read_objects, replace_file
 
 
 class RolloutLog:
@@ -13,9 +14,8 @@ class RolloutLog:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Rows of steps after `resume_step` are dropped: those steps are about to be done again."""
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= resume_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        kept = [row for row in read_objects(path) if isinstance(step := row.get("step"), int) and step <= resume_step]
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.path = path
 
     def write(self, step: StepGroups) -> None:
@@ -35,5 +35,4 @@ class RolloutLog:
             for group in step.groups
             for rollout in group.finished
         ]
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_objects(self.path, rows)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_router, has_trainers, infer_devices, spans_nodes
+from prl.config.world import gpu_ids, has_engines, has_router, has_trainers, infer_devices, spans_nodes
 from prl.planning.run_plan import EnginePlan, RoleName, RolePlan
 
 
@@ -16,24 +17,21 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
     Args:
         train_world: number of trainer ranks.
     """
-    deployment = config.deployment
     if not has_engines(config):
-        return _trainers(config, train_world, first_device=0, first_node=0)
+        return _trainers(config, train_world, first_node=0)
     engines = _engines(config)
     router = (_host_role("router", "router", 0, 1),) if has_router(config) else ()
     if not has_trainers(config):
         return (*engines, *router)
-    if spans_nodes(config):  # no node has both
-        trainers = _trainers(config, train_world, first_device=0, first_node=1 + max(role.node for role in engines))
-    else:
-        first_device = deployment.num_infer_gpus if deployment.type == "disaggregated" else 0
-        trainers = _trainers(config, train_world, first_device, first_node=0)
+    # of several nodes, none has both
+    first_node = 1 + max(role.node for role in engines) if spans_nodes(config) else 0
+    trainers = _trainers(config, train_world, first_node)
     return (*engines, *router, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
 
 
 def _engines(config: RunConfig) -> tuple[RolePlan, ...]:
     """Processes of all engines, prefill first. Each sits on neighbouring devices: one for the built-in engine."""
-    slots = _slots(config, infer_devices(config), first_device=0, first_node=0)
+    slots = _slots(config, infer_devices(config), gpu_ids(config)[0], first_node=0)
     world = sum(group.num_engines * len(engine_shares(config, group)) for group in engine_groups(config))
     roles: list[RolePlan] = []
     index = used = 0
@@ -52,7 +50,7 @@ def _engines(config: RunConfig) -> tuple[RolePlan, ...]:
                     serves=share.serves,
                     head=head,
                 )
-                roles.append(_device_role("inference", len(roles), world, *slots[used], width, engine))
+                roles.append(_device_role("inference", len(roles), world, slots[used : used + width], engine))
                 used += width
             index += 1
     return _number_on_nodes(roles)
@@ -68,9 +66,9 @@ def _number_on_nodes(roles: list[RolePlan]) -> tuple[RolePlan, ...]:
     return tuple(numbered)
 
 
-def _trainers(config: RunConfig, world: int, first_device: int, first_node: int) -> tuple[RolePlan, ...]:
-    slots = _slots(config, world, first_device, first_node)
-    return tuple(_device_role("trainer", rank, world, node, device) for rank, (node, device) in enumerate(slots))
+def _trainers(config: RunConfig, world: int, first_node: int) -> tuple[RolePlan, ...]:
+    slots = _slots(config, world, gpu_ids(config)[1], first_node)
+    return tuple(_device_role("trainer", rank, world, [slot]) for rank, slot in enumerate(slots))
 
 
 def _envs(config: RunConfig) -> tuple[RolePlan, ...]:
@@ -79,24 +77,25 @@ def _envs(config: RunConfig) -> tuple[RolePlan, ...]:
     return tuple(_host_role("env", f"env/{name}", index, len(names)) for index, name in enumerate(names))
 
 
-def _slots(config: RunConfig, count: int, first_device: int, first_node: int) -> list[tuple[int, int]]:
-    """(node, device) of `count` processes with one device each."""
+def _slots(config: RunConfig, count: int, ids: Sequence[int], first_node: int) -> list[tuple[int, int]]:
+    """(node, device) of `count` processes with one device each; `ids` are their devices if all are on one node."""
     if not spans_nodes(config):
-        return [(0, first_device + i) for i in range(count)]
+        return [(0, device) for device in ids]
     per_node = config.deployment.gpus_per_node
     return [(first_node + i // per_node, i % per_node) for i in range(count)]
 
 
 def _device_role(
-    role: RoleName, rank: int, world: int, node: int, device: int, width: int = 1, engine: EnginePlan | None = None
+    role: RoleName, rank: int, world: int, slots: Sequence[tuple[int, int]], engine: EnginePlan | None = None
 ) -> RolePlan:
-    """A process on `width` devices from `device` on."""
+    """A process on the devices of these slots, which are all of one node."""
+    node, device = slots[0]
     return RolePlan(
         role=role,
         index=rank,
         name=f"{role}/{rank}",
         node=node,
-        devices=tuple(range(device, device + width)),
+        devices=tuple(device for _, device in slots),
         rank=rank,
         local_rank=device if node > 0 else rank,
         world_size=world,

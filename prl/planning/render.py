@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prl.config.point import warm_start_key
 from prl.planning.run_plan import RolePlan, RunPlan
+from prl.planning.sharding import uneven_experts
+from prl.planning.sharing import devices_taking_turns
 
 HEADER = ("role", "node", "device", "rank", "world size")
 
@@ -33,6 +35,11 @@ def _summary(plan: RunPlan) -> list[str]:
     if plan.roles_of("trainer"):
         sizes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}"
         lines.append(f"mesh        {sizes} = {mesh.world_size} ranks; ep {mesh.ep}; {mesh.data_ranks} data ranks")
+    if uneven := uneven_experts(plan):
+        lines.append(f"uneven      {uneven}")
+    turns = devices_taking_turns(config) if plan.num_nodes > 1 else None
+    if turns is not None and turns <= config.deployment.gpus_per_node:
+        lines.append(f"one node    has {turns} devices for it if trainer and engines take turns: deployment=colocated")
     if config.warm_start is not None:
         lines.append(f"warm start  {config.warm_start.max_steps} steps at most, cached as {warm_start_key(config)}")
     return lines

@@ -13,10 +13,15 @@ from pydantic import BaseModel, ConfigDict
 
 from prl.config.engines import EngineKind
 from prl.config.point import point_id
-from prl.config.schema import CkptConfig, LoraConfig, RunConfig
+from prl.config.schema import CkptConfig, LoraConfig, RunConfig, SftConfig
 from prl.config.world import resolve_world
 
 RoleName = Literal["inference", "router", "orchestrator", "trainer", "env"]
+
+NOT_OF_WARM_STARTS = (
+    *("env", "algo", "inference", "eval", "weight_transport", "bench", "slurm"),
+    *("choices", "sweep", "swept"),
+)
 
 
 class Frozen(BaseModel):
@@ -84,6 +89,11 @@ class RunPlan(Frozen):
     gpus_per_node: int
     roles: tuple[RolePlan, ...]
 
+    @property
+    def num_devices(self) -> int:
+        """Of trainer and engines, over all nodes; those that share one count it once."""
+        return len({(role.node, device) for role in self.roles for device in role.devices})
+
     def servers(self) -> tuple[RolePlan, ...]:
         """Inference processes that answer HTTP."""
         return tuple(role for role in self.roles if role.engine is not None and role.engine.serves)
@@ -113,7 +123,8 @@ def warm_start_plan(plan: RunPlan) -> RunPlan | None:
 
     It is an ordinary SFT job of the same model on the trainer's layout, without checkpoints on the way and without a
     wandb run of its own. It trains all weights, with LoRA too: the result is the base to which adapters are added, and
-    the cache key leaves out the memory recipe.
+    the cache key leaves out the memory recipe. What belongs to RL alone, and labels, are not handed on: nothing that is
+    not in the key may have an influence.
     """
     config = plan.config
     sft = config.warm_start
@@ -124,12 +135,17 @@ def warm_start_plan(plan: RunPlan) -> RunPlan | None:
             update={
                 "job": "sft",
                 "name": "warm_start",
+                "seed": sft.seed,
                 "max_steps": sft.max_steps,
                 "seq_len": sft.seq_len,
                 "optim": sft.optim,
-                "sft": sft,
+                "sft": SftConfig(**{key: getattr(sft, key) for key in SftConfig.model_fields}),
                 "warm_start": None,
                 "output_dir": None,
+                **{
+                    key: RunConfig.model_fields[key].get_default(call_default_factory=True)
+                    for key in NOT_OF_WARM_STARTS
+                },
                 "memory_recipe": config.memory_recipe.model_copy(update={"lora": LoraConfig()}),
                 "ckpt": CkptConfig(interval=0, keep=1, at_end=False, asynchronous=False, export_hf=True),
                 "logging": config.logging.model_copy(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from prl.config.engines import group_of, vllm_arguments_of
+from prl.config.engines import group_of, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import EnginePlan, RolePlan
 
@@ -49,8 +49,10 @@ def server_arguments(
         "enable_return_routed_experts": inference.return_routed_experts,
         "tensor_parallel_size": engine.tp,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, which the loss needs
+        **({"max_logprobs": logprobs_of_kept(config)} if learns_truncated(config) else {}),
         "weight_transfer_config": {"backend": BACKEND},
         "enable_server_load_tracking": True,  # /load
+        "enable_prompt_tokens_details": True,  # how much of a prompt was in the prefix cache
         "disable_uvicorn_access_log": True,
     }
     if not old:
@@ -68,6 +70,16 @@ def server_arguments(
     if connectors := kv_connectors(config, engine):
         arguments["kv_transfer_config"] = connectors
     return arguments | (cpu_arguments(config, engine.tp) if on_cpu else {}) | vllm_arguments_of(config, engine.kind)
+
+
+def kept_parameters(config: RunConfig) -> dict[str, Any] | None:
+    """Sampling parameters of training by which an engine says what tokens were drawn from, vLLM by the most probable
+    ones; None where sampling is not truncated.
+    """
+    if not learns_truncated(config):
+        return None
+    asked: dict[str, Any] = {"extra_args": {"kept_tokens": True}}
+    return asked | ({"logprobs": logprobs_of_kept(config)} if config.inference.engine == "vllm" else {})
 
 
 def engine_share(config: RunConfig) -> float:

@@ -1,9 +1,11 @@
 """`python -m prl.runtime.agent POINT`: run a frozen point from its plan.json; with `--list FILE`, that of this job.
 
-What a SLURM job starts on its node, and what starts a point by hand. Each start is told in POINT/attempts.jsonl. Under
-SLURM, a job that is warned of its end (SIGUSR2) saves, requeues itself and goes on from its checkpoint; so does one
-that is preempted, and one whose failure may pass (a node, a hang, a collective), as long as it advances or has retries
-left. scancel ends everything at once. Any other failure is one for SLURM too, by the exit code.
+What a SLURM job starts on its node, and what starts a point by hand. Each start is told in POINT/attempts.jsonl. A
+job that a sweep has submitted and that is warned of its end (SIGUSR2) saves, requeues itself and goes on from its
+checkpoint; so does one that is preempted, and one whose failure may pass (a node, a hang, a collective), as long as it
+advances or has retries left. A job that is cancelled, or requeued by others, saves what fits into SLURM's KillWait; so
+does a point by hand inside a job, which is its user's to requeue. Any other failure is one for SLURM too, by the exit
+code.
 
 Of a point on several nodes, the first node's agent does all that; the others serve it (prl.runtime.node_agent). Without
 SLURM, one command rehearses all nodes on one machine; `--node=0` here and `--node=1` and so on elsewhere are by hand.
@@ -12,45 +14,54 @@ SLURM, one command rehearses all nodes on one machine; `--node=0` here and `--no
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from prl.config.console import shield_console
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
+from prl.runtime.failures import PASSING
+from prl.runtime.files import append_objects, as_user_error
+from prl.runtime.guards import die_with_parent
+from prl.runtime.identity import describe_process
 from prl.runtime.job_nodes import BY_HAND, KEY, Meeting, announce, host_name, job_key, node_of_this_process
 from prl.runtime.ledger import record_failure
 from prl.runtime.node_agent import serve_node
-from prl.runtime.signals import StopSignals
-from prl.runtime.status_file import read_status
+from prl.runtime.rundir import refuse_alive
+from prl.runtime.signals import STOP_SIGNALS, StopSignals
+from prl.runtime.slurm_job import job_name, limit_by_kill_wait, requeue, was_preempted
+from prl.runtime.status_file import ATTEMPTS, read_attempts, read_status
 
-ATTEMPTS = "attempts.jsonl"
-PASSING = ("node", "hang", "collective")  # classes of failure worth another try
 DEFAULT_RETRIES = 2
-POLL_S = 0.2
+TIME, PREEMPTED = "time", "preempted"  # what SLURM warns of
 
 
 def main() -> None:
+    shield_console()
     parser = argparse.ArgumentParser(prog="prl agent", description=__doc__)
     parser.add_argument("point", type=Path, nargs="?", help="a run directory with its plan.json")
     parser.add_argument("--list", type=Path, help="a file of run directories, one line for each array element")
     parser.add_argument("--node", type=int, help="this node's index, where nobody else starts the agents")
+    parser.add_argument("--parent", type=int, help="the process with which to die: a sweep on this machine")
+    parser.add_argument("--within", help="the SLURM job around that sweep: its end is ours, its requeueing is not")
     arguments = parser.parse_args()
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent)
     if arguments.node is not None:
         os.environ.setdefault(KEY, BY_HAND)
     if (arguments.point is None) == (arguments.list is None):
         parser.error("give a point or a list")
     try:
         path = (arguments.point or choose(arguments.list)).absolute()
-        node = node_of_this_process() if arguments.node is None else arguments.node
-        code = run_attempt(path) if node == 0 else take_part(path, node)
+        node = node_of_this_process() if arguments.node is None else check_node(arguments.node, path)
+        job, around = (job_name(), None) if arguments.list else (None, arguments.within or job_name())
+        code = run_attempt(path, job, around) if node == 0 else take_part(path, node)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         code = 2
@@ -59,86 +70,133 @@ def main() -> None:
 
 def choose(listing: Path) -> Path:
     """The point of this array element; of a job that is no array, the first."""
-    return Path(listing.read_text().splitlines()[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))])
+    index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+    try:
+        line = listing.read_text().splitlines()[int(index)]
+    except (OSError, ValueError, IndexError) as error:
+        line, why = "", str(error)
+    else:
+        why = f"line {index} is empty"
+    if not line:
+        raise UserError(
+            f"{listing} names no point for element {index} of the array.",
+            where="--list",
+            why=why,
+            fix="the command of the sweep again makes lists and jobs for what is not done",
+        )
+    return Path(line)
+
+
+def check_node(node: int, path: Path) -> int:
+    """A number given by hand. Raises UserError for one that no node has."""
+    if node < 0:
+        raise UserError(
+            f"This point has no node {node}.",
+            where=f"--node={node}",
+            why="nodes are counted from 0",
+            fix=f"--node=0 to --node={read_plan(path).num_nodes - 1}",
+        )
+    return node
 
 
 def take_part(path: Path, node: int) -> int:
     """One of the nodes that are not the first. Those that the point has no use for end at once."""
     plan = read_plan(path)
     if node >= plan.num_nodes:
+        print(f"node {node} is not needed: the point has {plan.num_nodes}, counted from 0", flush=True)
         return 0
     return serve_node(path, node, plan.config.deployment.start_timeout_s)
 
 
-def run_attempt(path: Path) -> int:
+def run_attempt(path: Path, job: str | None = None, within: str | None = None) -> int:
     """One attempt at a point, on its first node. Returns the exit code for SLURM.
+
+    Args:
+        job: the point's own, which may be requeued.
+        within: a job that is not the point's, but whose end would be its end, too.
 
     Raises UserError for what a user can mend.
     """
     plan = read_plan(path)
+    refuse_alive(path)  # its attempt is not lost, and this is none
     before = read_attempts(path)
     number = len(before) + 1
-    tell_lost_attempt(plan, path, before)
-    job = os.environ.get("SLURM_JOB_ID")
-    _write(
+    tell_lost_attempt(plan, path, job, before)
+    write_attempt(
         path,
         {
             "attempt": number,
-            "job": _job_name(),
+            "job": job,
             "node": host_name(),
             "started": time.time(),
         },
     )
     code, error = 2, None
     try:
-        with StopSignals() as signals:
-            if job is not None:
-                threading.Thread(target=hasten_if_cancelled, args=(signals, job), daemon=True).start()
+        ending = job or within
+        with StopSignals(scheduled=ending is not None) as signals:
+            if ending is not None:
+                threading.Thread(target=limit_by_kill_wait, args=(signals, ending), daemon=True).start()
             try:
-                code = run_job(plan, signals)
+                code = run_job(plan, signals, own_job=job is not None)
             finally:  # agents that still look for the root need not wait any longer
                 if plan.num_nodes > 1 and job_key() != BY_HAND:  # by hand, all attempts have one key
-                    announce(path, Meeting(job_key(), plan.num_nodes, ended=True))
-            warned = signals.first == signal.SIGUSR2 or (signals.first == signal.SIGTERM and was_preempted(job))
+                    with contextlib.suppress(OSError):  # on a full disk they wait until srun ends them
+                        announce(path, Meeting(job_key(), plan.num_nodes, ended=True))
+            warned = TIME if signals.first == signal.SIGUSR2 else None
+            if signals.first == signal.SIGTERM and was_preempted(job):
+                warned = PREEMPTED
     except UserError as raised:
-        error, warned = raised, False
-    again = conclude(plan, path, before, code, error, warned)
+        error, warned = raised, None
+    again = conclude(plan, path, job, before, code, error, warned)
     if error is not None:
         raise error
     if again:
-        subprocess.run(["scontrol", "requeue", str(job)], check=False)  # SLURM ends this job at once
-        time.sleep(60)
+        requeue(str(job))
     return code
 
 
 def conclude(
-    plan: RunPlan, path: Path, before: list[dict[str, Any]], code: int, error: UserError | None, warned: bool
+    plan: RunPlan,
+    path: Path,
+    job: str | None,
+    before: list[dict[str, Any]],
+    code: int,
+    error: UserError | None,
+    warned: str | None,
 ) -> bool:
-    """Tell how an attempt ended, after those before it. Returns whether its job is to be requeued."""
-    status, job, number = read_status(path), os.environ.get("SLURM_JOB_ID"), len(before) + 1
-    failure = (status.get("failure") or {}) if code not in (0, *_codes_of_signals()) else {}
+    """Tell how an attempt ended, after those before it. Returns whether its job is to be requeued.
+
+    Args:
+        warned: of what SLURM has warned it: TIME or PREEMPTED.
+    """
+    status, number = read_status(path), len(before) + 1
+    failure = {} if error is not None or code in (0, *_codes_of_signals()) else _failure_of_this_attempt(status)
     kind = failure.get("class") or ("config" if error is not None else "code" if failure or code == 1 else None)
     row = {"attempt": number, "ended": time.time(), "exit_code": code, "class": kind, "step": status.get("step", 0)}
-    again = job is not None and (warned or kind in PASSING) and may_go_on([*before, row], status.get("step", 0))
-    _write(path, row | {"requeued": again})
+    row["saved"] = status.get("saved")  # step of the newest checkpoint
+    if warned is not None:
+        row["warned"] = warned
+    attempts, passes = [*before, row], warned is not None or kind in PASSING
+    again = job is not None and passes and may_go_on(attempts, status.get("step", 0)) and has_time_left(attempts)
+    with contextlib.suppress(OSError):  # a full disk costs the line, and not what was decided
+        append_objects(path / ATTEMPTS, [row | {"requeued": again}])
     if kind is not None and plan.config.sweep is not None:
         message = error.render() if error is not None else failure.get("message", f"exit code {code}")
-        record_failure(
-            path, attempt=number, kind=kind, message=message, node=host_name(), job=_job_name(), requeued=again
-        )
+        record_failure(path, attempt=number, kind=kind, message=message, node=host_name(), job=job, requeued=again)
     if again:
         print(f"requeueing job {job}: {kind or 'told to stop before its time is over'}", flush=True)
     return again
 
 
-def run_job(plan: RunPlan, signals: StopSignals) -> int:
+def run_job(plan: RunPlan, signals: StopSignals, own_job: bool) -> int:
     if plan.config.job == "bench":
         from prl.bench.launch import run as run_bench
 
-        return run_bench(plan.config, signals)
+        return run_bench(plan.config, signals, own_job)
     from prl.runtime.launch import run
 
-    return run(plan.config, signals=signals)
+    return run(plan.config, signals=signals, own_job=own_job)
 
 
 def read_plan(path: Path) -> RunPlan:
@@ -150,28 +208,19 @@ def read_plan(path: Path) -> RunPlan:
             where="plan.json",
             fix="python -m prl.rl -m hydra.launcher.dry_run=true ... freezes points without starting them",
         ) from error
+    except ValueError as error:
+        raise UserError(
+            f"{path / 'plan.json'} is damaged.",
+            where="plan.json",
+            why="it is no plan of this version: " + str(error).splitlines()[0],
+            fix=f": > {path / 'plan.json'}; the command that made the point (sweep.json has it) writes a new one",
+        ) from error
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """One row for each attempt so far. One that never told its end was killed with its node: class node."""
-    attempts: dict[int, dict[str, Any]] = {}
-    try:
-        lines = (path / ATTEMPTS).read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn by a crash
-            continue
-        attempts.setdefault(row["attempt"], {"class": "node"}).update(row)
-    return [attempts[number] for number in sorted(attempts)]
-
-
-def tell_lost_attempt(plan: RunPlan, path: Path, attempts: list[dict[str, Any]]) -> None:
+def tell_lost_attempt(plan: RunPlan, path: Path, job: str | None, attempts: list[dict[str, Any]]) -> None:
     """Into the sweep's ledger, if the last attempt could not tell its own end."""
     if attempts and "ended" not in attempts[-1] and plan.config.sweep is not None:
         last = attempts[-1]
@@ -182,7 +231,7 @@ def tell_lost_attempt(plan: RunPlan, path: Path, attempts: list[dict[str, Any]])
             message="killed with its node, or by SIGKILL",
             node=last.get("node", ""),
             job=last.get("job"),
-            requeued=last.get("job") == _job_name(),
+            requeued=job is not None and last.get("job") == job,
         )
 
 
@@ -197,44 +246,32 @@ def may_go_on(attempts: list[dict[str, Any]], step: int) -> bool:
     return stuck < limit
 
 
-def _write(path: Path, row: dict[str, Any]) -> None:
-    with (path / ATTEMPTS).open("a") as file:
-        file.write(json.dumps(row) + "\n")
+def has_time_left(attempts: list[dict[str, Any]]) -> bool:
+    """Whether the point may go on in further jobs: no limit to how often its time may be over, or not reached."""
+    limit = os.environ.get("PRL_MAX_TIMEOUTS")
+    if limit is None or attempts[-1].get("warned") != TIME:
+        return True
+    return sum(attempt.get("warned") == TIME for attempt in attempts) <= int(limit)
 
 
-# --- SLURM ------------------------------------------------------------------------------------------------------------
+def write_attempt(path: Path, row: dict[str, Any]) -> None:
+    """Add to POINT/attempts.jsonl. Raises UserError when the disk is full."""
+    try:
+        append_objects(path / ATTEMPTS, [row])
+    except OSError as error:
+        told = as_user_error(error, path)
+        if told is not None:
+            raise told from error
+        raise
 
 
-def hasten_if_cancelled(signals: StopSignals, job: str) -> None:
-    """SIGTERM is preemption, with time to save, or scancel, with none: SLURM is asked which."""
-    while signals.first is None:
-        time.sleep(POLL_S)
-    if signals.first != signal.SIGTERM:
-        return
-    asked = subprocess.run(
-        ["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True, check=False
-    )
-    if asked.stdout.strip() in ("COMPLETING", "CANCELLED", ""):
-        signals.count += 1
-
-
-def was_preempted(job: str | None) -> bool:
-    """Whether SLURM is about to give the nodes to another job; one that ends by itself before is not requeued."""
-    if job is None:
-        return False
-    asked = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
-    found = re.search(r" PreemptTime=(\S+)", asked.stdout)
-    return found is not None and found.group(1) not in ("None", "(null)")
-
-
-def _job_name() -> str | None:
-    """As squeue shows it: 123_4 for an array element."""
-    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{index}" if array and index else os.environ.get("SLURM_JOB_ID")
+def _failure_of_this_attempt(status: dict[str, Any]) -> dict[str, Any]:
+    """None if the attempt has ended before it wrote a status: what stands there is another one's."""
+    return (status.get("failure") or {}) if status.get("root") == describe_process() else {}
 
 
 def _codes_of_signals() -> tuple[int, ...]:
-    return tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2))
+    return tuple(128 + number for number in STOP_SIGNALS)
 
 
 if __name__ == "__main__":

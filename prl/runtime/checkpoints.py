@@ -1,26 +1,28 @@
 """Complete or absent: a checkpoint is staged beside its place, described by a manifest, and renamed as a whole.
 
-Roles write their parts into `staging_dir`; the last one calls `commit`. Readers trust only what `latest_valid` returns.
+Roles write their parts into `staging_dir`; the last one has them committed (`prl.runtime.commits`). A directory without
+all parts of its job is never committed, and readers trust only what `latest_valid` returns.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
+import stat
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from prl.config.errors import UserError
+from prl.runtime.checksums import piece_checksums, whole_checksum
+from prl.runtime.files import FULL_DISK, PARTIAL, replace_file, sync_directory
 
 MANIFEST = "manifest.json"
-PARTIAL = ".partial"
-CHUNK_BYTES = 1 << 22
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # damage; other errors may pass
+TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -42,21 +44,49 @@ def staging_dir(run_dir: Path, step: int) -> Path:
     return path
 
 
-def commit(run_dir: Path, step: int, keep: int) -> Path:
+def parts_of(job: str) -> tuple[str, ...]:
+    """The directories that a checkpoint of a job consists of."""
+    return (TRAINER, ORCHESTRATOR) if job == "rl" else (TRAINER,)
+
+
+def commit(
+    run_dir: Path,
+    step: int,
+    keep: int,
+    parts: tuple[str, ...],
+    moved: Callable[[], None] = lambda: None,
+    in_haste: bool = False,
+) -> Path:
     """Make the staged checkpoint of `step` the newest one and drop all but the `keep` newest.
+
+    Done before, it does nothing: what a late caller has staged beside a complete checkpoint is thrown away.
+
+    Args:
+        parts: of `parts_of`; without all of them nothing is committed.
+        moved: called, from any thread, whenever there is progress.
+        in_haste: without checksums, and without waiting for the disk; files then count if they have their sizes.
 
     Raises UserError when the disk is full; the staged files are removed then and older checkpoints are untouched.
     """
-    staged, final = staging_dir(run_dir, step), step_dir(run_dir, step)
+    staged, final = checkpoints_dir(run_dir) / f"step_{step}{PARTIAL}", step_dir(run_dir, step)
+    missing = [part for part in parts if not any((staged / part).glob("*"))]
+    if missing and final.exists():
+        shutil.rmtree(staged, ignore_errors=True)
+        return final
+    if missing:
+        raise RuntimeError(f"the checkpoint of step {step} has no part {' and '.join(missing)}: {staged}")
     try:
-        _write_manifest(staged, step)
+        if in_haste:
+            _write_sizes(staged, step)
+        else:
+            _write_manifest(staged, step, moved)
     except OSError as error:
         raise_if_full(error, run_dir, step)
         raise
     if final.exists():  # left by an attempt that resumed from an earlier step, or damaged
         _remove(final)
     os.rename(staged, final)
-    _sync(final.parent)
+    sync_directory(final.parent)
     prune(run_dir, keep)
     return final
 
@@ -85,15 +115,28 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def latest_valid(run_dir: Path, report: Callable[[str], None] | None = None) -> tuple[int, Path] | None:
-    """The newest checkpoint whose every file is what was written, or None.
+def latest_valid(
+    run_dir: Path, parts: tuple[str, ...], report: Callable[[str], None] | None = None
+) -> tuple[int, Path] | None:
+    """The newest checkpoint that has all parts, and whose every file is what was written, or None.
 
     Args:
+        parts: of `parts_of`.
         report: gets one line per damaged checkpoint, naming the file; stderr by default.
+
+    Raises UserError for one that cannot be read now: nobody knows whether it is good.
     """
     for step in reversed(steps(run_dir)):
         path = step_dir(run_dir, step)
-        damage = find_damage(path)
+        try:
+            damage = find_damage(path, parts)
+        except OSError as error:
+            raise UserError(
+                f"The checkpoint of step {step} cannot be read now: {error.strerror or error}",
+                where=str(error.filename or path),
+                why="it may be good, so it is neither skipped nor removed",
+                fix=f"the same command when the disk answers again; to do without it: mv {path} {path}.unreadable",
+            ) from error
         if damage is None:
             return step, path
         line = f"checkpoint of step {step} is damaged and skipped: {damage}"
@@ -101,20 +144,41 @@ def latest_valid(run_dir: Path, report: Callable[[str], None] | None = None) -> 
     return None
 
 
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, naming the file; None if it is as written."""
+def find_damage(path: Path, parts: tuple[str, ...]) -> str | None:
+    """What is wrong with a checkpoint directory, naming the file; None if it is as written.
+
+    Raises OSError if that cannot be told, since a file that is there cannot be read.
+    """
     manifest = path / MANIFEST
     try:
-        files = json.loads(manifest.read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {path / name: (int(about["bytes"]), about["crc32"]) for name, about in _listed(manifest).items()}
+    except (*GONE, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{manifest}: {error}"
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{file} has {file.stat().st_size} bytes, not {expected['bytes']}"
-        if _crc32(file) != expected["crc32"]:
+    for part in parts:
+        if not any(file.is_relative_to(path / part) for file in files):
+            return f"{path / part} is missing"
+    try:
+        for file, (size, _) in files.items():
+            about = file.stat()
+            if not stat.S_ISREG(about.st_mode):
+                return f"{file} is no file"
+            if about.st_size != size:
+                return f"{file} has {about.st_size} bytes, not {size}"
+        return _find_changed({file: checksum for file, (_, checksum) in files.items() if checksum is not None})
+    except GONE as error:
+        return f"{error.filename} is missing"
+
+
+def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(manifest.read_text())["files"]
+
+
+def _find_changed(checksums: dict[Path, list[int] | int]) -> str | None:
+    """The first file that has another checksum; a single number is the whole file's, of earlier versions."""
+    in_pieces = [file for file, expected in checksums.items() if not isinstance(expected, int)]
+    found: dict[Path, list[int] | int] = dict(zip(in_pieces, piece_checksums(in_pieces), strict=True))
+    for file, expected in checksums.items():
+        if (found[file] if file in found else whole_checksum(file)) != expected:
             return f"{file} has another checksum than when it was written"
     return None
 
@@ -146,28 +210,20 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _write_manifest(staged: Path, step: int) -> None:
-    files = {}
-    for path in sorted(path for path in staged.rglob("*") if path.is_file() and path.name != MANIFEST):
-        _sync(path)
-        files[str(path.relative_to(staged))] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-    manifest = staged / MANIFEST
-    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n")
-    _sync(manifest)
-    _sync(staged)
+def _files_of(staged: Path) -> list[Path]:
+    return sorted(path for path in staged.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
-def _crc32(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value
+def _write_sizes(staged: Path, step: int) -> None:
+    sizes = {str(path.relative_to(staged)): path.stat().st_size for path in _files_of(staged)}
+    files = {name: {"bytes": size, "crc32": None} for name, size in sizes.items()}
+    replace_file(staged / MANIFEST, json.dumps({"step": step, "files": files}, indent=1) + "\n")
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _write_manifest(staged: Path, step: int, moved: Callable[[], None]) -> None:
+    paths = _files_of(staged)
+    files = {
+        str(path.relative_to(staged)): {"bytes": path.stat().st_size, "crc32": pieces}
+        for path, pieces in zip(paths, piece_checksums(paths, sync=True, moved=moved), strict=True)
+    }
+    replace_file(staged / MANIFEST, json.dumps({"step": step, "files": files}, indent=1) + "\n")

@@ -13,11 +13,14 @@ from prl.planning.commands import ALLOCATOR, computing_processes, trainer_enviro
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import engine_environment
 from prl.runtime.ports import LOOPBACK
+from prl.runtime.python_path import python_path
 from prl.runtime.reaper import MARKER
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")  # the latter is its old name
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+NCCL_ADAPTERS = "NCCL_IB_HCA"
+INFINIBAND = Path("/sys/class/infiniband")
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
@@ -33,16 +36,42 @@ def child_environment(plan: RunPlan, role: RolePlan | None, marker: str, address
     node = None if role is None or address == LOOPBACK else role.node
     threads = num_threads(plan, node) if role is not None and role.devices else 1
     variables = dict.fromkeys(THREAD_VARIABLES, str(threads))
-    variables |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", MARKER: marker}
+    variables |= {
+        "PYTHONPATH": python_path(),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        MARKER: marker,
+    }
     variables["CUDA_VISIBLE_DEVICES"] = visible_devices(plan, role)
     if role is not None and role.engine is not None:
         variables |= engine_environment(plan.config, role.engine)
     if role is not None and role.role == "trainer" and os.environ.keys().isdisjoint(ALLOCATORS):
         variables |= trainer_environment(plan.config)
-    interface = None if address is None or GLOO_INTERFACE in os.environ else interface_of(address)
-    if interface is not None:
-        variables[GLOO_INTERFACE] = interface
-    return variables
+    return interfaces(address or LOOPBACK) | variables
+
+
+def interfaces(address: str) -> dict[str, str]:
+    """Where gloo and NCCL listen, unless the user has said so: on the interface of this node's address.
+
+    Between machines NCCL is left to choose the interface. Of adapters it takes those of InfiniBand that are up, where
+    there are any: left alone it takes RoCE on a network of Ethernet beside them, too, which may lead nowhere.
+    """
+    names = (GLOO_INTERFACE, NCCL_INTERFACE) if address == LOOPBACK else (GLOO_INTERFACE,)
+    interface, ports = interface_of(address), [] if address == LOOPBACK else infiniband_ports()
+    found = {} if interface is None else dict.fromkeys(names, interface)
+    found |= {NCCL_ADAPTERS: "=" + ",".join(ports)} if ports else {}
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
+def infiniband_ports() -> list[str]:
+    """ADAPTER:PORT of the ports of InfiniBand (not of RoCE) that are up, as NCCL_IB_HCA names them."""
+    found = []
+    for port in sorted(INFINIBAND.glob("*/ports/*")):
+        with contextlib.suppress(OSError):
+            is_up, layer = "ACTIVE" in (port / "state").read_text(), (port / "link_layer").read_text().strip()
+            if is_up and layer == "InfiniBand":
+                found.append(f"{port.parent.parent.name}:{port.name}")
+    return found
 
 
 def interface_of(address: str) -> str | None:

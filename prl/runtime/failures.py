@@ -8,11 +8,13 @@ import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from prl.config.errors import UserError
 
-FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "code"]
+FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "diverged", "code"]
+PASSING: tuple[FailureClass, ...] = ("node", "hang", "collective")  # worth another try
+MENDED_BY_PEOPLE = tuple(kind for kind in get_args(FailureClass) if kind not in PASSING)  # would come again
 
 TAIL_LINES = 20
 TAIL_BYTES = 16384
@@ -32,7 +34,21 @@ COLLECTIVE_TEXTS = (
 )
 NODE_TEXTS = ("uncorrectable ECC error", "CUDA error: unspecified launch failure", "Bus error", "Input/output error")
 NODE_ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
-PEER_TEXTS = ("ConnectionRefusedError", "ConnectionResetError", "ClientConnectorError", "ServerDisconnectedError")
+PEER_TEXTS = (
+    "ConnectionRefusedError",
+    "ConnectionResetError",
+    "ClientConnectorError",
+    "ClientOSError",
+    "ServerDisconnectedError",
+    "no answer from the orchestrator",
+    ": TimeoutError:",  # of an answer
+)
+BY_TYPE: dict[str, FailureClass] = {
+    "Diverged": "diverged",
+    "BrokenWeights": "diverged",
+    "EnvironmentBroken": "env",
+    "CommitStalled": "hang",
+}
 CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
@@ -116,10 +132,14 @@ def classify(role: str, exit_code: int, error: dict[str, Any], tail: tuple[str, 
         return "oom"
     if "user_error" in error:
         return "config"
+    if error.get("type") in BY_TYPE:
+        return BY_TYPE[error["type"]]
     if any(mark in text for mark in COLLECTIVE_TEXTS):
         return "collective"
     if error.get("errno") in NODE_ERRNOS or any(mark in text for mark in NODE_TEXTS) or exit_code == -signal.SIGBUS:
         return "node"
+    if role in ("trainer", "orchestrator") and any(mark in text for mark in PEER_TEXTS):
+        return "collective"  # roles that lost each other, where none of them had failed
     return "env" if role == "env" else "code"
 
 

@@ -1,4 +1,4 @@
-"""Signs of life, as files: `heartbeat/<role>` is touched by the child's main loop and holds "starting" or "ready"."""
+"""Signs of life, as files: `heartbeat/<role>` is touched by the child's main loop and holds one of STATES."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 import time
 from pathlib import Path
 
+from prl.runtime.files import replace_file
+
 BEAT_INTERVAL_S = 0.5  # more frequent beats are not written
+STARTING, READY, SAVING = STATES = ("starting", "ready", "saving")
 
 
 def heartbeat_path(run_dir: Path, role_name: str) -> Path:
@@ -20,7 +23,8 @@ class Heart:
     def __init__(self, run_dir: Path, role_name: str) -> None:
         self.path = heartbeat_path(run_dir, role_name)
         self.last_s = time.monotonic()
-        self._write("starting")
+        self.saving = False
+        self._write(STARTING)
 
     def beat(self) -> None:
         now = time.monotonic()
@@ -30,13 +34,18 @@ class Heart:
                 os.utime(self.path)
 
     def ready(self) -> None:
-        self._write("ready")
+        self._write(READY)
+
+    def save(self, begins: bool) -> None:
+        """A checkpoint is being written that a stop must wait for; or it is no longer."""
+        if begins != self.saving:
+            self.saving = begins
+            with contextlib.suppress(OSError):  # a full disk is told by who writes the checkpoint
+                self._write(SAVING if begins else READY)
 
     def _write(self, state: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(self.path.suffix + ".partial")
-        partial.write_text(state)
-        os.replace(partial, self.path)
+        replace_file(self.path, state, sync=False)
 
 
 class Pulse:
@@ -46,7 +55,7 @@ class Pulse:
         self.path = heartbeat_path(run_dir, role_name)
         self.path.unlink(missing_ok=True)
         self.started_s = self.changed_s = time.monotonic()
-        self.ready = False
+        self.ready = self.saving = False
         self.seen = (0, 0)
 
     def check(self) -> None:
@@ -55,7 +64,8 @@ class Pulse:
             stat = self.path.stat()
             if (stat.st_mtime_ns, stat.st_ino) != self.seen:
                 self.seen, self.changed_s = (stat.st_mtime_ns, stat.st_ino), time.monotonic()
-                self.ready = self.ready or self.path.read_text() == "ready"
+                state = self.path.read_text()
+                self.ready, self.saving = self.ready or state != STARTING, state == SAVING
         except OSError:  # not there yet, or being replaced
             return
 

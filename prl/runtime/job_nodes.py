@@ -11,16 +11,19 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prl.config.errors import UserError
+from prl.runtime.files import read_object, replace_file
 
 NODES_FILE = "nodes.json"
 KEY = "PRL_NODES_KEY"  # environment variable: the key of a job that is not SLURM's
 BY_HAND = "by-hand"
 POLL_S = 0.2
 CONNECT_LIMIT_S = 5.0
+CLUSTER = "SLURM_CONF"  # which cluster this is, not which job
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,17 @@ class Meeting:
     port: int = 0
     token: str = ""
     ended: bool = False
+
+
+def without_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for what is started inside of a job, but is not that job: it has its nodes, signals and requeueing
+    from somebody else.
+    """
+    return {name: text for name, text in environment.items() if name == CLUSTER or not _is_of_job(name)}
+
+
+def _is_of_job(name: str) -> bool:
+    return name == KEY or name.startswith("SLURM_")
 
 
 def node_of_this_process() -> int:
@@ -86,26 +100,23 @@ def slurm_address() -> str | None:
 def announce(run_dir: Path, meeting: Meeting) -> None:
     """Replace nodes.json. It holds a token: nobody else may read it."""
     path = run_dir / NODES_FILE
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    partial.touch(0o600)
-    partial.write_text(json.dumps(asdict(meeting)) + "\n")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(asdict(meeting)) + "\n", mode=0o600)
 
 
 def read_meeting(run_dir: Path) -> Meeting | None:
     """What the root of this job has announced, if it has."""
-    try:
-        content = json.loads((run_dir / NODES_FILE).read_text())
-    except (OSError, ValueError):
+    content = read_object(run_dir / NODES_FILE)
+    if content is None:
         return None
     meeting = Meeting(**content | {"hosts": tuple(content["hosts"])})
     return meeting if meeting.key == job_key() else None
 
 
-def connect(run_dir: Path, limit_s: float) -> tuple[socket.socket, Meeting] | None:
-    """A connection to the root; None if its run has ended meanwhile. Raises UserError when `limit_s` is over."""
-    deadline = time.monotonic() + limit_s
+def connect(run_dir: Path, deadline: float, limit_s: float) -> tuple[socket.socket, Meeting] | None:
+    """A connection to the root; None if its run has ended meanwhile.
+
+    Raises UserError at the deadline (of time.monotonic), `limit_s` after the search began.
+    """
     tried = f"no {NODES_FILE} of this job appeared there"
     while time.monotonic() < deadline:
         meeting = read_meeting(run_dir)

@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+from prl.config.console import shield_console
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
 from prl.planning.run_plan import RunPlan, make_plan
-from prl.runtime.checkpoints import discard_after, discard_unfinished, latest_valid, steps
+from prl.runtime.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
 from prl.runtime.failures import Failure
-from prl.runtime.nodes import Nodes
+from prl.runtime.files import as_user_error
+from prl.runtime.gpus import refuse_too_few_gpus, roles_without_gpu
+from prl.runtime.hours import Hours
+from prl.runtime.nodes import Nodes, has_no_agents
+from prl.runtime.preflight import check_machine
+from prl.runtime.presence import Presence
 from prl.runtime.progress import Progress
 from prl.runtime.reaper import Reaper
 from prl.runtime.rundir import RunDir, claim
@@ -27,30 +33,48 @@ from prl.runtime.supervisor import ENTRIES, Household, Outcome, Supervisor
 from prl.runtime.warm_start import warm_start
 
 
-def run(config: RunConfig, entries: Mapping[str, str] = ENTRIES, signals: StopSignals | None = None) -> int:
+def run(
+    config: RunConfig,
+    entries: Mapping[str, str] = ENTRIES,
+    signals: StopSignals | None = None,
+    own_job: bool = False,
+) -> int:
     """Run one point to its end, resuming it if its directory holds an earlier attempt.
 
     Args:
         entries: role -> "module:function"; tests put tiny roles in their place.
         signals: installed already, by who wants to know which came; None: installed here.
+        own_job: whether the SLURM job around was submitted for this run, which pays for it from its start.
 
-    Raises UserError for a directory of something else, a taken port, and whatever a role cannot do with this input. If
-    that happens before the first step of a fresh run, the run directory is removed again.
+    Raises UserError for places that this machine has not, a directory of something else, a taken port, and whatever a
+    role cannot do with this input. If that happens before the first step of a fresh run, the run directory is removed
+    again.
     """
+    shield_console(works=True)
+    check_machine(config)
     plan = make_plan(config)
+    if has_no_agents():
+        refuse_too_few_gpus(plan)
     with nullcontext(signals) if signals else StopSignals() as signals:
         run_dir = claim(plan)
+        hours = Hours(run_dir.path, plan.num_devices, run_dir.is_ours, own_job)
         try:
-            return _run_claimed(plan, run_dir, signals, entries)
+            return _run_claimed(plan, run_dir, signals, entries, hours)
+        except OSError as error:
+            told = as_user_error(error, run_dir.path)
+            if told is None:
+                raise
+            raise told from error
         except UserError:
             if run_dir.fresh and not _has_worked(run_dir.path):
                 run_dir.discard()
             raise
         finally:
+            hours.close()
             run_dir.release()
 
 
-def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: Mapping[str, str]) -> int:
+def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: Mapping[str, str], hours: Hours) -> int:
     from prl.runtime.report import print_report
 
     progress = Progress(plan.config.logging.progress)
@@ -59,10 +83,13 @@ def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: 
         print_report(plan, run_dir.path)
         return 0
     progress.note(f"run directory {run_dir.path}")
+    if without := roles_without_gpu(plan):
+        progress.note(f"{', '.join(without)}: no GPU is left, so on the CPU; deployment=colocated shares the GPUs")
     marker = secrets.token_hex(16)
     reaper, nodes = Reaper(marker, run_dir.lock_fd), Nodes()
     try:
-        home = Household(reaper, marker, signals, progress, run_dir.run_id, nodes, entries)
+        presence = Presence(run_dir.path, run_dir.is_ours)
+        home = Household(reaper, marker, signals, progress, presence, run_dir.run_id, hours, nodes, entries)
         outcome = _run_stages(plan, run_dir, home)
     finally:
         nodes.end()
@@ -74,17 +101,18 @@ def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: 
 def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
     """Warm start if there is one and it is not cached, then the job."""
     path = run_dir.path
-    resume_step = _prepare_resume(path, home.progress)
     config = plan.config
-    status = StatusFile(path, plan.point_id, config.job, config.name, config.max_steps)
+    resume_step = _prepare_resume(path, config.job, home.progress)
+    status = StatusFile(path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours)
     home.reaper.tell(f"status {status.path}")
+    home.hours.begin(status.content["attempt"])
     try:
         failure = home.nodes.gather(plan, path, home.reaper, home.signals, home.progress.note)
         if failure is not None or home.signals.count:
             state: State = "stopped" if failure is None else "failed"
             status.update(state=state, failure=failure.to_status() if failure else None)
             return Outcome(state, resume_step, failure)
-        init_model_path, warm = warm_start(plan, path, home)
+        init_model_path, warm = warm_start(plan, path, home, status)
         if warm is not None and warm.state != "done":
             status.update(state=warm.state, failure=warm.failure.to_status() if warm.failure else None)
             return warm
@@ -98,9 +126,9 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
     return outcome
 
 
-def _prepare_resume(path: Path, progress: Progress) -> int:
+def _prepare_resume(path: Path, job: str, progress: Progress) -> int:
     """The step to go on from, 0 for none; what an earlier attempt wrote beyond it is cut off."""
-    found = latest_valid(path, progress.note)
+    found = latest_valid(path, parts_of(job), progress.note)
     if found is None and steps(path):
         progress.note("no checkpoint is usable: starting from the beginning")
     resume_step = 0 if found is None else found[0]
@@ -114,14 +142,20 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
     from prl.runtime.report import print_report
 
     path = run_dir.path
-    discard_unfinished(path)
+    if run_dir.is_ours():
+        discard_unfinished(path)
     if outcome.failure is not None:
         _tell_failure(outcome.failure)
     if outcome.state == "failed":
         return 1
     if outcome.state == "stopped":
+        if plan.config.job == "inference":
+            print("stopped serving", flush=True)
+            return signals.exit_code
         saved = steps(path)
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
+        if saved and saved[-1] < outcome.step:
+            kept += f" (later ones did not fit into the time that was left: {path / 'logs'})"
         print(f"stopped at step {outcome.step}, {kept}; the same command with output_dir={path} resumes", flush=True)
         return signals.exit_code
     print_report(plan, path)

@@ -15,8 +15,9 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.child import WANDB, Boot
+from prl.runtime.door import knock
 from prl.runtime.environment import child_environment
-from prl.runtime.job_nodes import connect, host_name
+from prl.runtime.job_nodes import BY_HAND, connect, host_name, job_key
 from prl.runtime.ports import Leases, lease_ports
 from prl.runtime.process import ChildProcess
 from prl.runtime.reaper import Reaper
@@ -34,18 +35,26 @@ def serve_node(run_dir: Path, node: int, limit_s: float) -> int:
 
     Raises UserError if no root is found within `limit_s`.
     """
+    if job_key() != BY_HAND:
+        leave_signals_to_the_root()
+    deadline = time.monotonic() + limit_s
+    while (found := connect(run_dir, deadline, limit_s)) is not None:
+        connection, meeting = found
+        try:
+            wire, marker = knock(connection, meeting.token, node, host_name(), os.getpid(), limit_s)
+        except ConnectionError:  # crowded out by others, or it was somebody else's port
+            time.sleep(POLL_S)
+            continue
+        if marker is None:
+            return 0
+        leave_signals_to_the_root()  # before, whoever has started this by hand may end it
+        return NodeAgent(wire, node, marker).run()
+    return 0
+
+
+def leave_signals_to_the_root() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    found = connect(run_dir, limit_s)
-    if found is None:
-        return 0
-    connection, meeting = found
-    wire = Wire(connection)
-    wire.send({"hello": node, "token": meeting.token, "host": host_name(), "pid": os.getpid()})
-    welcome = wire.wait(limit_s)
-    if welcome is None or "welcome" not in welcome:
-        return 0 if welcome is not None else 1  # told that it is not needed; or the root is gone
-    return NodeAgent(wire, node, welcome["welcome"]).run()
 
 
 class NodeAgent:
@@ -109,7 +118,7 @@ class NodeAgent:
         leased = self.leases.socket_for(name)
         listen_fd = None if leased is None else leased.fileno()
         environment = child_environment(self.plan, role, self.marker, self.wire.own_address)
-        child.start(Boot(**boot | {"root_pid": os.getpid(), "listen_fd": listen_fd}), environment)
+        child.start(Boot.from_json(boot | {"root_pid": os.getpid(), "listen_fd": listen_fd}), environment)
         self.children[name] = child
         self.told.pop(name, None)
         if why_final(self.plan.config, role.role):  # else it may be started again, and needs its socket then
@@ -131,6 +140,7 @@ class NodeAgent:
         return {
             "pid": child.popen.pid,
             "ready": child.pulse.ready,
+            "saving": child.pulse.saving,
             "silent_s": child.pulse.silent_s(),
             "exit": exit_code,
             "error": child.error,

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +19,12 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.runtime.child import Boot
+from prl.runtime.door import Door, addresses_of
 from prl.runtime.failures import Failure
 from prl.runtime.job_nodes import BY_HAND, KEY, NODES_FILE, Meeting, announce, job_key, nodes_of_step, own_hosts
 from prl.runtime.ports import LOOPBACK
 from prl.runtime.process import log_path
+from prl.runtime.python_path import python_command, python_path
 from prl.runtime.reaper import MARKER, Reaper
 from prl.runtime.signals import StopSignals
 from prl.runtime.wire import Message, Wire
@@ -33,8 +33,7 @@ ANSWER_LIMIT_S = 60.0
 STOP_S = 5.0
 POLL_S = 0.02
 READ_INTERVAL_S = 0.01
-GPUS = Path("/proc/driver/nvidia/gpus")  # one entry for each
-BACKLOG = 1024
+JOIN_POLL_S = 0.1
 
 
 class Node:
@@ -56,7 +55,10 @@ class Node:
             if "child" in message:
                 child = self.children.get(message["child"])
                 if child is not None:  # else of the tree before this one
-                    child.hear(message)
+                    try:
+                        child.hear(message)
+                    except (KeyError, TypeError):  # no agent of this version says that
+                        self.wire.close()
             else:
                 self.answer = message
 
@@ -82,7 +84,7 @@ class RemotePulse:
     """`Pulse` of a child elsewhere, as its agent reports it."""
 
     def __init__(self) -> None:
-        self.ready = False
+        self.ready = self.saving = False
         self.started_s = self.heard_s = time.monotonic()
         self.silent_then_s = 0.0
 
@@ -118,7 +120,7 @@ class RemoteChild:
 
     def hear(self, message: Message) -> None:
         self.pid, self.oom_kills, self.error = message["pid"], message["oom_kills"], message["error"]
-        self.pulse.ready = message["ready"]
+        self.pulse.ready, self.pulse.saving = message["ready"], message["saving"]
         self.pulse.heard_s, self.pulse.silent_then_s = time.monotonic(), message["silent_s"]
         self.exit_code = message["exit"]
 
@@ -175,20 +177,24 @@ class Nodes:
         """Wait until all other nodes have joined. Returns why they could not; None also when a signal came."""
         if plan.num_nodes == 1:
             return None
-        with socket.create_server(("", 0), backlog=BACKLOG) as listener:
-            alone = has_no_agents()
-            key, hosts = (secrets.token_hex(8), (LOOPBACK,)) if alone else (job_key(), own_hosts())
-            token = secrets.token_hex(16)
+        alone = has_no_agents()
+        key, hosts = (secrets.token_hex(8), (LOOPBACK,)) if alone else (job_key(), own_hosts())
+        token = secrets.token_hex(16)
+        door = Door(addresses_of(hosts), token, plan.num_nodes, reaper.marker)
+        try:
             self.announced.append(run_dir / NODES_FILE)
-            announce(run_dir, Meeting(key, plan.num_nodes, hosts, listener.getsockname()[1], token))
+            announce(run_dir, Meeting(key, plan.num_nodes, hosts, door.port, token))
             if alone:
-                refuse_too_few_gpus(plan)
                 note(f"{plan.num_nodes} nodes, all of them on this machine")
                 self._pose(plan, run_dir, key, reaper)
             limit_s = plan.config.deployment.start_timeout_s
             deadline = time.monotonic() + limit_s
             while len(self.by_index) < plan.num_nodes - 1 and not signals.count and time.monotonic() < deadline:
-                self._accept(listener, plan.num_nodes, token, reaper.marker)
+                for arrival in door.arrivals(JOIN_POLL_S):
+                    self.by_index[arrival.node] = Node(arrival.node, arrival.host, arrival.wire)
+                    self.address = arrival.wire.own_address
+        finally:
+            door.close()
         threading.Thread(target=self._ping, daemon=True).start()
         missing = [index for index in range(1, plan.num_nodes) if index not in self.by_index]
         if signals.count or not missing:
@@ -198,13 +204,17 @@ class Nodes:
         return Failure("node", "agent", missing[0], missing[0], message, str(run_dir / "logs"))
 
     def _pose(self, plan: RunPlan, run_dir: Path, key: str, reaper: Reaper) -> None:
-        variables = {KEY: key, MARKER: reaper.marker}  # by the marker it is found, should the root die just now
+        variables = {
+            "PYTHONPATH": python_path(),
+            KEY: key,
+            MARKER: reaper.marker,
+        }  # by the marker it is found, should the root die just now
         for node in range(1, plan.num_nodes):
             log = run_dir / "logs" / f"agent.{node}.log"
             log.parent.mkdir(exist_ok=True)
             with log.open("ab") as file:
                 agent = subprocess.Popen(
-                    [sys.executable, "-m", "prl.runtime.agent", str(run_dir), f"--node={node}"],
+                    python_command("prl.runtime.agent", str(run_dir), f"--node={node}"),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -213,26 +223,6 @@ class Nodes:
                 )
             reaper.tell(f"+{agent.pid}")
             self.posing.append(agent)
-
-    def _accept(self, listener: socket.socket, num_nodes: int, token: str, marker: str) -> None:
-        listener.settimeout(0.1)
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            return
-        wire = Wire(connection)
-        hello = wire.wait(ANSWER_LIMIT_S / 10)
-        if hello is None or not secrets.compare_digest(str(hello.get("token")), token):
-            wire.close()
-            return
-        index = hello["hello"]
-        if not 0 < index < num_nodes or index in self.by_index:
-            wire.send({"superfluous": index})
-            wire.close()
-            return
-        wire.send({"welcome": marker})
-        self.by_index[index] = Node(index, hello["host"], wire)
-        self.address = wire.own_address
 
     def _ping(self) -> None:
         """A thread, because the main one may check a large checkpoint for minutes."""
@@ -272,23 +262,6 @@ class Nodes:
 def has_no_agents() -> bool:
     """Whether nobody else starts agents: neither SLURM, nor a person on other machines."""
     return nodes_of_step() <= 1 and os.environ.get(KEY) != BY_HAND
-
-
-def refuse_too_few_gpus(plan: RunPlan) -> None:
-    """Raise UserError where this machine, which has GPUs, has too few for all nodes of a plan."""
-    deployment = plan.config.deployment
-    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
-    if found and outer is not None:
-        found = len([name for name in outer.split(",") if name.strip()])
-    needed = (plan.num_nodes - 1) * deployment.gpus_per_node + 1
-    if deployment.device != "cpu" and (0 < found < needed or (not found and deployment.device == "cuda")):
-        raise UserError(
-            f"{plan.num_nodes} nodes of {deployment.gpus_per_node} GPUs do not fit on this machine, which has {found}.",
-            where=f"deployment.gpus_per_node={deployment.gpus_per_node}",
-            why="without SLURM all nodes of a run are rehearsed on one machine",
-            fix="hydra/launcher=slurm with -m, a smaller layout such as parallelism=single, or deployment.device=cpu",
-        )
 
 
 def devices_of(node: int, gpus_per_node: int) -> dict[str, str]:

@@ -11,8 +11,10 @@ from prl.planning.run_plan import EnginePlan, RolePlan, RunPlan
 from prl.planning.vllm_arguments import kv_side_channel, meeting_point
 
 LOOPBACK = "127.0.0.1"
+ANY_HOST = ("0.0.0.0", "")
 RENDEZVOUS = "rendezvous"  # of the trainer ranks; its socket goes to trainer/0
 BACKLOG = 1024
+OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no mistake of the user's
 
 
 @dataclass
@@ -66,7 +68,7 @@ def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Lea
         if address is not None and host == LOOPBACK:  # the default, which the others could not reach
             host = address
         leased = leases.sockets[role.name] = _bind(host, port + role.local_rank if port else 0)
-        reachable = own if host in ("0.0.0.0", "") else host
+        reachable = own if host in ANY_HOST else host
         leases.endpoints[role.name] = f"http://{reachable}:{leased.getsockname()[1]}"
     return leases
 
@@ -120,14 +122,16 @@ def _bind(host: str, port: int) -> socket.socket:
             leased.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         leased.bind((host, port))
         leased.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # of a port beyond the last, of a name that is none
         leased.close()
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+        if isinstance(error, OSError) and error.errno in OUT_OF_SOCKETS:
             raise
         raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
             where="inference.host, inference.port",
-            why="the address belongs to another program or not to this machine",
-            fix="inference.port=0 takes a free port",
+            why="the address belongs to another program or not to this machine"
+            if isinstance(error, OSError) and not isinstance(error, socket.gaierror)
+            else "no address of this machine has that name",
+            fix="inference.port=0 takes a free port; inference.host=127.0.0.1",
         ) from error
     return leased

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 from prl.planning.run_plan import RolePlan
 from prl.runtime.child import Boot
 from prl.runtime.failures import RECORD_BYTES, count_oom_kills, parse_error_record
-from prl.runtime.guards import STACK_DUMP_SIGNAL
+from prl.runtime.guards import STACK_DUMP_SIGNAL, STOP_SIGNAL, held_back
 from prl.runtime.heartbeat import Pulse
+from prl.runtime.python_path import python_command
 from prl.runtime.reaper import Reaper
 
 
@@ -62,17 +62,19 @@ class ChildProcess:
         self.oom_kills_before = count_oom_kills()
         self._error_pipe, error_fd = os.pipe()
         with open(self.log, "ab") as log:
-            log.write(f"--- {self.name} starts {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-            log.flush()
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "prl.runtime.child", str(self.run_dir), self.name],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                pass_fds=[fd for fd in (boot.listen_fd, error_fd) if fd is not None],
-            )
+            with contextlib.suppress(OSError):  # a full disk
+                log.write(f"--- {self.name} starts {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+                log.flush()
+            with held_back():
+                self.popen = subprocess.Popen(
+                    python_command("prl.runtime.child", str(self.run_dir), self.name),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                    pass_fds=[fd for fd in (boot.listen_fd, error_fd) if fd is not None],
+                )
         os.close(error_fd)
         self.reaper.tell(f"+{self.popen.pid}")
         assert self.popen.stdin is not None
@@ -111,7 +113,7 @@ class ChildProcess:
     def terminate(self) -> None:
         """Ask it to finish."""
         if self.alive:
-            self.popen.send_signal(signal.SIGTERM)
+            self.popen.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:
         if self.alive:

@@ -14,6 +14,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -23,6 +24,8 @@ import time
 MARKER = "PRL_RUN_MARKER"  # environment variable of every process of a run; random, not secret
 SURVEY_INTERVAL_S = 1.0
 KILL_TIMEOUT_S = 5.0
+MAPS_INTERVAL_S = 1.0
+SEGMENT = re.compile(rb"/dev/shm/psm_\w+")  # of multiprocessing.shared_memory, as vLLM's queues: 160 MiB each
 
 
 class Reaper:
@@ -92,22 +95,33 @@ def has_marker(pid: int, marker: str) -> bool:
     return False
 
 
+def segments_of(pid: int) -> set[bytes]:
+    """Segments of shared memory that a process has mapped."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+        return set(SEGMENT.findall(file.read()))
+    return set()
+
+
 class Watch:
     """What the reaper knows about a run."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
-        self.groups: set[int] = set()
+        self.groups: dict[int, int | None] = {}  # -> start time of the leader; None: it was gone when it was told
         self.seen: dict[int, int] = {}  # pid -> start time, of all descendants ever surveyed
         self.status_paths: list[str] = []
         self.shm_prefixes: list[str] = []
+        self.segments: set[bytes] = set()  # mapped by a process of the run
+        self.began_s = time.time()
+        self.maps_read_s = float("-inf")
         self.orderly = False
 
     def obey(self, line: str) -> None:
         if line.startswith("+"):
-            self.groups.add(int(line[1:]))
+            group = int(line[1:])
+            self.groups.setdefault(group, process_table().get(group, (0, None))[1])
         elif line.startswith("-"):
-            self.groups.discard(int(line[1:]))
+            self.groups.pop(int(line[1:]), None)
         elif line.startswith("status "):
             self.status_paths.append(line[7:])
         elif line.startswith("shm "):
@@ -119,6 +133,8 @@ class Watch:
         """Remember all living descendants of the registered processes."""
         table = process_table()
         self.seen = {pid: start for pid, start in self.seen.items() if table.get(pid, (0, -1))[1] == start}
+        for group in [group for group in self.groups if self._is_taken(group, table)]:
+            del self.groups[group]
         family = {*self.groups, *self.seen}
         grown = True
         while grown:
@@ -126,6 +142,36 @@ class Watch:
             family |= children
             grown = bool(children)
         self.seen |= {pid: table[pid][1] for pid in family if pid in table}
+        if time.monotonic() - self.maps_read_s > MAPS_INTERVAL_S:
+            self.read_maps()
+
+    def read_maps(self) -> None:
+        """Remember segments that nobody unlinks when their makers are killed."""
+        self.maps_read_s = time.monotonic()
+        self.segments |= {segment for pid in self.seen for segment in segments_of(pid)}
+
+    def _is_taken(self, group: int, table: dict[int, tuple[int, int]]) -> bool:
+        """Whether a registered group's number means another process now; while any of the group lives it does not."""
+        start = self.groups[group]
+        return group in table and start is not None and table[group][1] != start
+
+    def _is_ours(self, pid: int) -> bool:
+        start = process_table().get(pid, (0, -1))[1]
+        return self.seen.get(pid) == start or has_marker(pid, self.marker)
+
+    def _kill(self, pid: int) -> None:
+        """SIGKILL, if the number still means the process that was found."""
+        with contextlib.suppress(OSError, AttributeError):
+            handle = os.pidfd_open(pid)
+            try:
+                if self._is_ours(pid):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
+            return
+        with contextlib.suppress(OSError):  # a system without such handles
+            if self._is_ours(pid):
+                os.kill(pid, signal.SIGKILL)
 
     def survivors(self) -> list[int]:
         """Living processes of the run, this one excepted."""
@@ -137,7 +183,8 @@ class Watch:
         """SIGKILL until nothing is left, for KILL_TIMEOUT_S at most."""
         deadline = time.monotonic() + KILL_TIMEOUT_S
         self.survey()
-        for group in self.groups:
+        self.read_maps()
+        for group in self.groups:  # of which survey() has left out those whose number means another process now
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)
         while time.monotonic() < deadline:
@@ -145,8 +192,7 @@ class Watch:
             if not survivors:
                 break
             for pid in survivors:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+                self._kill(pid)
             time.sleep(0.02)
 
     def clean_up(self) -> None:
@@ -154,8 +200,14 @@ class Watch:
         for path in (path for prefix in self.shm_prefixes for path in glob.glob(glob.escape(prefix) + "*")):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        self.segments = {path for path in self.segments if os.path.exists(path)}
+        used = {path for pid in process_table() for path in segments_of(pid)} if self.segments else set()
+        for segment in self.segments - used:
+            with contextlib.suppress(OSError):
+                if os.stat(segment).st_ctime >= self.began_s:  # else it is one that the run was given to use
+                    os.unlink(segment)
         for path in () if self.orderly else self.status_paths:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged one
                 record_root_death(path)
 
 
@@ -171,6 +223,8 @@ def record_root_death(path: str) -> None:
     status["updated"] = time.time()
     for role in status["roles"].values():
         role["state"] = "killed" if role["exit"] is None else role["state"]
+    with contextlib.suppress(OSError):  # what is kept free on the disk for this
+        os.unlink(os.path.join(os.path.dirname(path), ".status.reserve"))
     with open(path + ".reaper", "w") as file:
         json.dump(status, file, indent=1)
     os.replace(path + ".reaper", path)

@@ -55,15 +55,25 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
     if points:
         (first_step, first), (last_step, last) = points[0], points[-1]
         print(f"{LABELS[held_out]}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}")
+    failed = [(row["eval/failed_rollouts"], row["step"]) for row in rows if row.get("eval/failed_rollouts")]
+    if failed:
+        told = _first([f"{count} at step {step}" for count, step in failed])
+        print(f"held-out rollouts that failed, and count as nothing: {told}")
     overlaps = [row["overlap"] for row in rows if is_number(row.get("overlap"))]
     if overlaps:
         share = sum(overlaps) / len(overlaps)
         print(f"overlap: rollouts were being generated in {share:.0%} of the time in which the trainer trained")
+    if skipped := [str(row["step"]) for row in rows if row.get("step_skipped")]:
+        print(f"{len(skipped)} optimizer steps were skipped, being not finite: {_first(skipped)}")
     if rows:
         print(f"time: {clock(rows[-1]['time'] - rows[0]['time'])} from the first row of metrics to the last")
     curve = draw_curve(rows, training, held_out, run_dir / f"{stem}.png")
     for label, path in _places(run_dir, curve):
         print(f"{label:<12}{path}")
+
+
+def _first(words: list[str]) -> str:
+    return ", ".join(words[:10]) + (" and more" if len(words) > 10 else "")
 
 
 def merge_rows(*sources: list[Row]) -> list[Row]:

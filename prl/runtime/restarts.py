@@ -4,12 +4,13 @@ trainer could not give them anew; the built-in router holds nothing at all.
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 
 from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
 
-MAX_RESTARTS = 3  # per run: of all environments, of all engines, and of the router
+MAX_RESTARTS = 3  # of all environments, of all engines, and of the router, among those that are recent:
+WINDOW_STEPS, WINDOW_S = 10, 120.0  # what dies so rarely that training gets on is worth starting again
 
 
 def why_final(config: RunConfig, role: str) -> str | None:
@@ -41,16 +42,21 @@ class Restarts:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.counts: Counter[str] = Counter()  # by role
+        self.granted: dict[str, list[tuple[int, float]]] = {}  # role -> (step, time.monotonic()) of each
         self.last: dict[str, str] = {}  # child -> class of its last failure
 
-    def grant(self, name: str, role: str, was_ready: bool, kind: str) -> bool:
-        """Whether the child may be started again after a failure of class `kind`; counted if so."""
+    def grant(self, name: str, role: str, was_ready: bool, kind: str, step: int) -> bool:
+        """Whether the child may be started again after a failure of class `kind` in `step`; counted if so."""
         again = kind == "oom" and self.last.get(name) == "oom"  # it would only do it once more
-        if why_final(self.config, role) or not was_ready or kind == "config" or again:
+        if why_final(self.config, role) or not was_ready or kind in ("config", "diverged") or again:
             return False
-        if self.counts[role] >= MAX_RESTARTS:
+        if self.recent(role, step) >= MAX_RESTARTS:
             return False
-        self.counts[role] += 1
+        self.granted.setdefault(role, []).append((step, time.monotonic()))
         self.last[name] = kind
         return True
+
+    def recent(self, role: str, step: int) -> int:
+        """Restarts of this role within the last WINDOW_STEPS optimizer steps, or the last WINDOW_S seconds."""
+        first_s, first = time.monotonic() - WINDOW_S, step - WINDOW_STEPS
+        return sum(at > first or at_s > first_s for at, at_s in self.granted.get(role, []))

@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import UserError
+from prl.config.search_path import directories
 from prl.planning.run_plan import RunPlan, plan_to_json
-from prl.runtime.reaper import process_table
+from prl.runtime.files import PARTIAL, is_held, parse_object, read_object, replace_file
+from prl.runtime.identity import describe_process, find_process
+from prl.runtime.own_modules import describe_modules, find_own_modules
 
 OUTPUTS = Path("outputs")
 LOCK = ".lock"
-BEFORE_PLAN = {LOCK, "overrides.txt", "env.json", "plan.json.partial"}  # left by a run that was killed while freezing
+ENV = "env.json"
+# left by a run that was killed while freezing, and what a submission of it alone writes before
+BEFORE_PLAN = {LOCK, "overrides.txt", ENV, "sweep.json", ".sweep.json.lock", ".submit.lock", "slurm", "code"}
+LOCK_BYTES = 1000
 LOCK_WAIT_S = 10.0  # for the reaper of a killed run to end its last processes
 PACKAGES = ("torch", "numpy", "transformers", "hydra-core", "pydantic", "aiohttp", "wandb", "vllm")
 
@@ -41,8 +47,22 @@ class RunDir:
     def release(self) -> None:
         os.close(self.lock_fd)
 
+    def is_ours(self) -> bool:
+        """Whether the lock that we hold is the one that lies there. Told by its content: not every filesystem keeps
+        the numbers of files. What cannot be looked at now (ESTALE, EIO) may be ours, and a lock alone may fall to who
+        tidies up.
+        """
+        try:
+            return (self.path / LOCK).read_bytes() == os.pread(self.lock_fd, LOCK_BYTES, 0)
+        except (FileNotFoundError, NotADirectoryError):
+            return (self.path / "plan.json").exists()
+        except OSError:
+            return True
+
     def discard(self) -> None:
         """Remove what a run that never began has left: the directory, or its contents if it was there before."""
+        if not self.is_ours():
+            return
         for path in list(self.path.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -62,7 +82,7 @@ def claim(plan: RunPlan) -> RunDir:
     """
     wanted = plan.config.output_dir
     if wanted is None:
-        path, created = _make_unique(plan.config.name), True
+        path, created = make_unique(plan.config.name), True
     else:
         path = Path(wanted).expanduser().absolute()
         created = not path.exists()
@@ -71,14 +91,17 @@ def claim(plan: RunPlan) -> RunDir:
     lock_fd = _lock(path)
     fresh = not (path / "plan.json").exists()
     run_dir = RunDir(path, lock_fd, created, fresh)
-    if fresh:
-        try:
+    try:
+        if fresh:
             _freeze(path, plan)
-        except OSError as error:
+        elif _point_of_plan(path) is None:  # damaged, and env.json says that it is this point's
+            replace_file(path / "plan.json", plan_to_json(plan))
+    except OSError as error:
+        if fresh:
             run_dir.discard()
-            run_dir.release()
-            raise _not_writable(path, error) from error
-    run_dir.run_id = json.loads((path / "env.json").read_text())["run_id"]
+        run_dir.release()
+        raise _not_writable(path, error) from error
+    run_dir.run_id = (read_object(path / ENV) or {}).get("run_id") or _new_run_id(plan)
     return run_dir
 
 
@@ -88,7 +111,7 @@ def refuse_foreign(path: Path, plan: RunPlan) -> None:
         return
     if not path.is_dir():
         raise UserError(f"{path} is not a directory", where="output_dir", fix="name another directory")
-    names = {entry.name for entry in path.iterdir()} - BEFORE_PLAN
+    names = {entry.name for entry in path.iterdir() if not _is_unfinished(entry.name)} - BEFORE_PLAN
     if not names:
         return
     other = "output_dir=ANOTHER_DIRECTORY, or leave output_dir out for a fresh one"
@@ -109,30 +132,28 @@ def refuse_foreign(path: Path, plan: RunPlan) -> None:
         )
 
 
+def _is_unfinished(name: str) -> bool:
+    """Whether `replace_file` was killed while it wrote one of the files before plan.json."""
+    return name.endswith(PARTIAL) and name.startswith(tuple(f".{whole}." for whole in (*BEFORE_PLAN, "plan.json")))
+
+
 def read_point_id(path: Path) -> str:
-    """The point id in plan.json; "unreadable" if it is damaged."""
-    try:
-        return json.loads((path / "plan.json").read_text())["point_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unreadable"
+    """The point id in plan.json, or in env.json if that is damaged; "unreadable" if both are."""
+    from_env = str((read_object(path / ENV) or {}).get("run_id", "")).rpartition("-")[0]
+    return _point_of_plan(path) or from_env or "unreadable"
+
+
+def _point_of_plan(path: Path) -> str | None:
+    point_id = (read_object(path / "plan.json") or {}).get("point_id")
+    return point_id if isinstance(point_id, str) else None
 
 
 def is_locked(path: Path) -> bool:
     """Whether a run lives in this directory."""
-    try:
-        fd = os.open(path / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return is_held(path / LOCK)
 
 
-def _make_unique(name: str) -> Path:
+def make_unique(name: str) -> Path:
     """outputs/<name>-<YYYYmmdd-HHMMSS>[-n]; mkdir decides between runs that start in the same second."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in count(1):
@@ -162,6 +183,11 @@ def _not_writable(path: Path, error: OSError) -> UserError:
     )
 
 
+def refuse_alive(path: Path) -> None:
+    """Raise UserError if a run is alive in this directory; waits for the last processes of one that was killed."""
+    os.close(_lock(path))
+
+
 def _lock(path: Path) -> int:
     """An exclusive lock, held by this descriptor and those who inherit it. Raises UserError if a run is alive here."""
     try:
@@ -174,49 +200,40 @@ def _lock(path: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode().strip()
-            if _is_alive(holder) or time.monotonic() > deadline:
+            holder = parse_object(os.pread(fd, LOCK_BYTES, 0)) or {}
+            if find_process(holder) == "alive" or time.monotonic() > deadline:
                 os.close(fd)
                 raise UserError(
-                    f"a run is alive in {path} (process {holder})",
+                    f"a run is alive in {path} (process {holder.get('pid')} on {holder.get('host')})",
                     where="output_dir",
                     why="two runs never share a directory",
                     fix="stop it first, or name another output_dir",
                 ) from None
             time.sleep(0.05)
-    with contextlib.suppress(OSError):  # a full disk; the holder's pid is only for messages
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without
         os.truncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        os.pwrite(fd, json.dumps(describe_process()).encode(), 0)
     return fd
-
-
-def _is_alive(pid: str) -> bool:
-    """Whether the holder of a lock lives, as far as this host can tell."""
-    try:
-        number = int(pid)
-        os.kill(number, 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    table = process_table()  # without zombies
-    return not table or number in table
 
 
 def _freeze(path: Path, plan: RunPlan) -> None:
     """plan.json last: it is what makes the directory a run's."""
-    (path / "overrides.txt").write_text("".join(f"{line}\n" for line in _overrides()))
-    (path / "env.json").write_text(json.dumps(_environment(plan), indent=1) + "\n")
-    partial = path / "plan.json.partial"
-    partial.write_text(plan_to_json(plan))
-    os.replace(partial, path / "plan.json")
+    replace_file(path / "overrides.txt", "".join(f"{line}\n" for line in _overrides()))
+    replace_file(path / ENV, json.dumps(_environment(plan), indent=1) + "\n")
+    replace_file(path / "plan.json", plan_to_json(plan))
 
 
 def _overrides() -> list[str]:
     """The overrides of the command line; none when the library is used without Hydra's front."""
     from hydra.core.hydra_config import HydraConfig
 
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    from prl.config.composing import task_overrides
+
+    return task_overrides(HydraConfig.get()) if HydraConfig.initialized() else []
+
+
+def _new_run_id(plan: RunPlan) -> str:
+    return f"{plan.point_id}-{secrets.token_hex(3)}"
 
 
 def _environment(plan: RunPlan) -> dict[str, Any]:
@@ -225,11 +242,13 @@ def _environment(plan: RunPlan) -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
-        "run_id": f"{plan.point_id}-{secrets.token_hex(3)}",
+        "run_id": _new_run_id(plan),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu_count": os.cpu_count(),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "packages": versions,
+        "modules": describe_modules(find_own_modules(plan.config)),
+        "config_dirs": [str(path) for path in directories()],
     }

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)  # USR2: a scheduler's warning
 
 
-class StopSignals:
-    """Installed while a run lives. The first signal asks for an orderly stop, the second ends everything at once."""
+REPEAT_S = 3.0  # a scheduler may tell several times: the job, its step, each process
 
-    def __init__(self) -> None:
+
+class StopSignals:
+    """Installed while a run lives. The first signal asks for an orderly stop, the second ends everything at once.
+
+    SIGHUP is never the second: a shell and the kernel both send it when a terminal closes. Nor is SIGTERM with
+    `scheduled`, where it is the scheduler's, which repeats it, and sends SIGKILL when it means that.
+    """
+
+    def __init__(self, scheduled: bool = False) -> None:
+        self.scheduled = scheduled
         self.first: int | None = None
         self.count = 0
+        self.terminated_s: float | None = None  # when SIGTERM came; of several within REPEAT_S the first
+        self.time_to_end_s: float | None = None  # from SIGTERM to `deadline_s`, until somebody knows better
+        self.deadline_s: float | None = None  # by time.monotonic: when all of the run must have ended
         self._before: dict[int, Any] = {}
 
     @property
@@ -33,5 +45,19 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
+        is_schedulers = self.scheduled and number == signal.SIGTERM
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if self.terminated_s is None or now - self.terminated_s > REPEAT_S:
+                self.terminated_s = now
+                if self.scheduled and self.time_to_end_s is not None:
+                    self.deadline_s = now + self.time_to_end_s
+        if self.first is not None and (is_schedulers or number == signal.SIGHUP):
+            return
         self.first = self.first or number
         self.count += 1
+
+    def seconds_left(self) -> float:
+        """Until all must have ended; infinity if nobody has said."""
+        deadline_s = self.deadline_s  # another thread may take it back
+        return float("inf") if deadline_s is None else deadline_s - time.monotonic()

@@ -6,12 +6,31 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+
+from prl.runtime.files import read_object, read_objects, replace_file
+from prl.runtime.identity import describe_process
 
 State = Literal["starting", "running", "stopping", "done", "stopped", "failed"]
 FINAL_STATES = ("done", "stopped", "failed")
 REWRITE_INTERVAL_S = 1.0
+RESERVE_BYTES = 1 << 16  # held back on the disk, so that a run that fails of a full one can say so
+ATTEMPTS = "attempts.jsonl"  # in the run directory: one row for the start of each attempt by an agent, one for its end
+EMPTY: dict[str, Any] = {
+    "began": False,  # whether all roles were ever ready
+    "failure": None,
+    "step": 0,
+    "max_steps": 0,
+    "roles": {},
+    "urls": [],  # of a server for people
+    "updated": 0.0,
+    "attempt": 0,
+    "point_id": "",
+    "job": "",
+    "name": "",
+}
 
 
 def status_path(run_dir: Path) -> Path:
@@ -19,35 +38,64 @@ def status_path(run_dir: Path) -> Path:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """The status, or {} if there is none (yet)."""
-    try:
-        return json.loads(status_path(run_dir).read_text())
-    except (OSError, ValueError):
-        return {}
+    """The status; {} if there is none (yet), or none that can be read. Keys that it lacks have their first values."""
+    found = read_object(status_path(run_dir))
+    return EMPTY | found if found and isinstance(found.get("state"), str) else {}
+
+
+def _attempts_before(run_dir: Path) -> int:
+    """By the status that the last one has left."""
+    number = read_status(run_dir).get("attempt")
+    return number if isinstance(number, int) else 0
+
+
+def _attempts_begun(run_dir: Path) -> int:
+    """By what agents have told, this one's too; 0 without agents. A damaged status does not know any."""
+    numbers = [row.get("attempt") for row in read_objects(run_dir / ATTEMPTS)]
+    return max((number for number in numbers if isinstance(number, int)), default=0)
+
+
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """One row for each attempt so far. One that never told its end was killed with its node: class node."""
+    attempts: dict[int, dict[str, Any]] = {}
+    for row in read_objects(path / ATTEMPTS):
+        if isinstance(row.get("attempt"), int):
+            attempts.setdefault(row["attempt"], {"class": "node"}).update(row)
+    return [attempts[number] for number in sorted(attempts)]
 
 
 class StatusFile:
-    """The one writer of a run's status. A full disk costs updates, never the run."""
+    """The one writer of a run's status. A full disk costs updates, never the run, nor the word how it ended."""
 
-    def __init__(self, run_dir: Path, point_id: str, job: str, name: str, max_steps: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        point_id: str,
+        job: str,
+        name: str,
+        max_steps: int,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`is_ours`: whether the directory has not been given to another run; nothing is written into that one."""
+        self.is_ours = is_ours
         self.path = status_path(run_dir)
+        self.reserve = self.path.with_name(".status.reserve")
         self.written_s = 0.0
-        attempt = read_status(run_dir).get("attempt", 0) + 1
         self.content: dict[str, Any] = {
+            **EMPTY,
             "state": "starting",
-            "began": False,  # whether all roles were ever ready
-            "failure": None,
-            "step": 0,
             "max_steps": max_steps,
-            "roles": {},
             "started": time.time(),
             "updated": time.time(),
-            "attempt": attempt,
+            "attempt": max(_attempts_before(run_dir) + 1, _attempts_begun(run_dir)),
             "point_id": point_id,
             "job": job,
             "name": name,
             "root_pid": os.getpid(),
+            "root": describe_process(),
         }
+        with contextlib.suppress(OSError):
+            self.reserve.write_bytes(bytes(RESERVE_BYTES))
         self.write()
 
     @property
@@ -62,9 +110,12 @@ class StatusFile:
             self.write()
 
     def write(self) -> None:
+        if not self.is_ours():
+            return
         self.content["updated"] = time.time()
         self.written_s = time.monotonic()
-        partial = self.path.with_suffix(".json.partial")
+        text, is_last = json.dumps(self.content, indent=1) + "\n", self.state in FINAL_STATES
         with contextlib.suppress(OSError):
-            partial.write_text(json.dumps(self.content, indent=1) + "\n")
-            os.replace(partial, self.path)
+            if is_last:
+                self.reserve.unlink(missing_ok=True)
+            replace_file(self.path, text, sync=is_last)

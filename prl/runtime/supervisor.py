@@ -5,6 +5,7 @@ It does no work of its own and no network, so it cannot hang; see the README of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan
+from prl.runtime.checkpoints import steps
 from prl.runtime.child import WANDB, Boot
 from prl.runtime.echo import LogEcho
 from prl.runtime.environment import child_environment
@@ -23,14 +25,19 @@ from prl.runtime.failures import (
     describe,
     log_tail,
 )
+from prl.runtime.for_people import hand_out_keys, is_told_in_private, take_back_keys, urls_of
+from prl.runtime.hours import Hours
+from prl.runtime.keys import make_keys
 from prl.runtime.nodes import Nodes, RemoteChild
 from prl.runtime.ports import lease_ports
+from prl.runtime.presence import Presence
 from prl.runtime.process import ChildProcess, log_path
 from prl.runtime.progress import Progress
 from prl.runtime.reaper import Reaper
 from prl.runtime.restarts import MAX_RESTARTS, Restarts, why_final
 from prl.runtime.signals import StopSignals
 from prl.runtime.status_file import State, StatusFile
+from prl.runtime.stop_notice import clear_notice, write_notice
 from prl.runtime.view import RunView
 
 ENTRIES = {  # role, or "sft" for the trainers of an SFT job -> "module:function"
@@ -63,7 +70,9 @@ class Household:
     marker: str
     signals: StopSignals
     progress: Progress
+    presence: Presence
     run_id: str
+    hours: Hours
     nodes: Nodes = field(default_factory=Nodes)
     entries: Mapping[str, str] = field(default_factory=lambda: ENTRIES)
 
@@ -89,19 +98,22 @@ class Supervisor:
     ) -> None:
         self.plan, self.run_dir, self.home, self.status = plan, run_dir, household, status
         self.resume_step, self.init_model_path = resume_step, init_model_path
-        self.token = secrets.token_hex(16)
+        self.keys = make_keys()
+        self.shared_memory = f"/dev/shm/prl-{secrets.token_hex(8)}"  # no secret, and of no other use
         self.leases = lease_ports(plan, node=0, address=household.nodes.address)
         self.endpoints = dict(self.leases.endpoints)  # those of other nodes join them
-        self.view = RunView(plan, run_dir, step=resume_step)
+        self.view = RunView(plan, run_dir, step=resume_step, observe=household.hours.phases.observe)
         self.children: list[Child] = []  # in the order of starting
         self.mirror: ChildProcess | None = None
         logs = [(role, log_path(run_dir, role.name, role)) for role in plan.roles]
         self.echo = LogEcho(logs, plan.config.logging.local_ranks)
         self.restarts = Restarts(plan.config)
+        self.noticed = False  # a limit from outside
+        clear_notice(run_dir)
 
     def run(self) -> Outcome:
         """Start, watch, end. Nothing is left running when this returns or raises."""
-        self.home.reaper.tell(f"shm /dev/shm/prl-{self.token[:16]}")
+        self.home.reaper.tell(f"shm {self.shared_memory}")
         try:
             self._start_all()
             outcome = self._watch()
@@ -109,8 +121,11 @@ class Supervisor:
             self._kill_all()
             self._echo()
             self.leases.close()
+            take_back_keys(self.run_dir)
         self.home.progress.end(self.view)
-        self.status.update(state=outcome.state, **self._snapshot())
+        self.home.hours.roles_end()
+        saved = steps(self.run_dir)
+        self.status.update(state=outcome.state, saved=saved[-1] if saved else None, **self._snapshot())
         if outcome.failure is not None:
             self.status.update(failure=outcome.failure.to_status())
         self.status.write()
@@ -143,7 +158,8 @@ class Supervisor:
             root_pid=os.getpid(),
             entry=self._entry(child.role),
             endpoints=self.endpoints,
-            token=self.token,
+            keys=self.keys.of(child.role.role if child.role else ""),
+            shared_memory=self.shared_memory,
             listen_fd=None if leased is None else leased.fileno(),
             error_fd=-1,  # set by the child's process
             resume_step=self.resume_step,
@@ -199,7 +215,7 @@ class Supervisor:
         return self.home.nodes.find_lost(self.run_dir)
 
     def _find_failure(self) -> Failure | None:
-        lost = self._find_lost_node()
+        lost = self.home.presence.find_loss() or self._find_lost_node()
         if lost is not None:
             return lost
         for child in self.children:
@@ -211,14 +227,15 @@ class Supervisor:
         return self._find_hang()
 
     def _restart(self, child: Child) -> bool:
-        """An environment or engine that was up, up to MAX_RESTARTS times in a run."""
+        """An environment, engine or router that was up, as `Restarts` allows."""
         assert child.role is not None
         child.pulse.check()
         role, failure = child.role.role, self._failure_of(child)
-        if not self.restarts.grant(child.name, role, child.pulse.ready, failure.kind):
+        self.view.poll()
+        if not self.restarts.grant(child.name, role, child.pulse.ready, failure.kind, self.view.step):
             return False
         child.restarts += 1
-        number = f"restart {self.restarts.counts[role]} of {MAX_RESTARTS}"
+        number = f"restart {self.restarts.recent(role, self.view.step)} of {MAX_RESTARTS}"
         self.home.progress.note(f"{child.name} ended ({failure.message}); {number}")
         self._start(child)
         self.status.update(**self._snapshot())
@@ -228,7 +245,7 @@ class Supervisor:
     def _blame(self) -> Failure:
         """The failure of the child that died first, among those that are dead a moment later."""
         time.sleep(BLAME_WINDOW_S)
-        lost = self._find_lost_node()
+        lost = self.home.presence.find_loss(at_once=True) or self._find_lost_node()
         if lost is not None:  # its children were the first to die, and those here only lost their peers
             return lost
         dead = [child for child in self.children if self._is_dead(child)]
@@ -284,13 +301,16 @@ class Supervisor:
     def _tell(self) -> None:
         """Progress and status."""
         self.home.progress.update(self.view, self.status.state)
+        self.home.hours.beat()
         self._echo()
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
             self.status.update(state="running", began=True, **self._snapshot())
             if self.plan.config.job == "inference":
-                front = self.plan.roles_of("router") or self.plan.servers()
-                urls = ", ".join(self.endpoints[role.name] for role in front)
-                self.home.progress.note(f"serving {self.plan.config.model.name} at {urls}; Ctrl-C stops")
+                urls, tell = urls_of(self.plan, self.endpoints), self.home.progress.note
+                hand_out_keys(self.plan, self.run_dir, self.keys, tell, is_told_in_private(self.home.signals.scheduled))
+                self.status.update(urls=urls)
+                self.status.write()
+                tell(f"serving {self.plan.config.model.name} at {', '.join(urls)}; Ctrl-C stops")
         else:
             self.status.update(**self._snapshot())
 
@@ -325,11 +345,13 @@ class Supervisor:
         saves = "" if self.plan.config.job == "inference" else ": saving a checkpoint"
         self.home.progress.note(f"stopping{saves}; a second signal ends everything at once")
         failure = None
+        self._is_time_left()  # who saves decides by it, and must not find it too late
         if was_running:
             for child in self._stop_targets():
                 child.terminate()
             failure = self._await_workers()
-        self._wind_down(SERVER_STOP_S if was_running and failure is None else SHORT_STOP_S)
+        has_time = was_running and failure is None and self.home.signals.deadline_s is None
+        self._wind_down(SERVER_STOP_S if has_time else SHORT_STOP_S)
         return Outcome("stopped", self._final_step(), failure)
 
     def _stop_targets(self) -> Iterable[Child]:
@@ -338,14 +360,23 @@ class Supervisor:
         return (child for child in self.children if child.role and child.role.role == leader)
 
     def _await_workers(self) -> Failure | None:
-        """Until they have returned, or failed, or time is over, or a second signal came."""
+        """Until they have returned, or failed, or time is over, or a second signal came. While a checkpoint is being
+        saved, only silence counts.
+        """
         stop_timeout_s = self.plan.config.deployment.stop_timeout_s
         deadline = time.monotonic() + stop_timeout_s
         while any(child.alive for child in self._workers()):
-            if self.home.signals.count > 1:
+            for child in self.children:  # first: what follows judges by it, and telling may take long on a busy disk
+                child.pulse.check()
+            if self.home.signals.count > 1 or not self._is_time_left():
                 return None
-            if any(child.exit_code for child in self.children if child.role and child.role.role != "env"):
+            if any(child.exit_code for child in self._workers()):  # a server's death must not cost what they save
                 return self._blame()
+            if any(child.alive and child.pulse.saving for child in self._workers()):
+                deadline = time.monotonic() + stop_timeout_s
+                hang = self._find_hang()
+                if hang is not None:
+                    return hang
             if time.monotonic() > deadline:
                 limit = f"deployment.stop_timeout_s={stop_timeout_s:g}"
                 late = next(child for child in self._workers() if child.alive)
@@ -354,15 +385,31 @@ class Supervisor:
             time.sleep(POLL_S)
         return None
 
+    def _is_time_left(self) -> bool:
+        """Whether a limit from outside is not over; it is passed on to who saves, and so is that it is lifted."""
+        left_s = self.home.signals.seconds_left()
+        limited = left_s < float("inf")
+        if limited != self.noticed:
+            self.noticed = limited
+            self.home.progress.note(
+                f"{left_s:.0f} s are left; what does not fit is not saved" if limited else "there is time after all"
+            )
+            with contextlib.suppress(OSError):  # a full disk: the limit holds all the same
+                write_notice(self.run_dir, left_s) if limited else clear_notice(self.run_dir)
+        return left_s > 0
+
     def _wind_down(self, timeout_s: float) -> None:
-        """SIGTERM role by role, in reverse order of starting; SIGKILL for who takes too long."""
-        for role in reversed(START_ORDER):
-            group = [child for child in self.children if child.role and child.role.role == role]
+        """SIGTERM role by role, in reverse order of starting, or to all at once under a limit from outside; SIGKILL
+        for who takes too long.
+        """
+        is_pressed = self.home.signals.deadline_s is not None
+        for roles in [START_ORDER] if is_pressed else [(role,) for role in reversed(START_ORDER)]:
+            group = [child for child in self.children if child.role and child.role.role in roles]
             for child in group:
                 child.terminate()
             if not self._wait(lambda group=group: not any(child.alive for child in group), timeout_s):  # type: ignore[misc]
                 self._lose_patience([child for child in group if child.alive], timeout_s)
-        self._end_mirror(MIRROR_STOP_S)
+        self._end_mirror(MIRROR_STOP_AFTER_FAILURE_S if is_pressed else MIRROR_STOP_S)
 
     def _lose_patience(self, late: list[Child], timeout_s: float) -> None:
         """Kill who did not stop; what they were doing is in their logs, unless the user is in a hurry."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class RunView:
     run_dir: Path
     step: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
+    observe: Callable[[str, Row], None] = lambda role, row: None  # is given each row of the trainer and orchestrator
     ahead: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers of batches that are not trained yet
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
 
@@ -51,12 +53,14 @@ class RunView:
         before = self.step
         if self.plan.config.job == "rl":
             for row in self.orchestrator.poll():
-                self.ahead.setdefault(row.get("step", 0), {}).update(self._shown(row))
+                self.observe("orchestrator", row)
+                self.ahead.setdefault(_step_of(row), {}).update(self._shown(row))
         for row in self.trainer.poll():
+            self.observe("trainer", row)
             if self.plan.config.job == "sft":
                 self.numbers |= self._shown(row)
-            if row.get("step", 0) > self.step:
-                self.step = row["step"]
+            if _step_of(row) > self.step and isinstance(row.get("time"), int | float):
+                self.step = _step_of(row)
                 self.recent.append((row["time"], self.step))
         for step in sorted(step for step in self.ahead if step <= self.step):
             self.numbers |= self.ahead.pop(step)
@@ -80,6 +84,11 @@ class RunView:
         cells = [(label, form.format(self.numbers[key])) for key, (label, form) in shown.items() if key in self.numbers]
         left = self.seconds_left()
         return cells if left is None else [*cells, ("left", clock(left))]
+
+
+def _step_of(row: Row) -> int:
+    """0 for a row that has none: somebody else may have written into the file."""
+    return step if isinstance(step := row.get("step"), int) else 0
 
 
 def clock(seconds: float) -> str:

@@ -28,6 +28,8 @@ class Wire:
         self.connection = connection
         self.closed = False
         self.heard_s = self.pinged_s = time.monotonic()
+        self._readable = select.poll()  # select.select refuses file descriptors above 1023
+        self._readable.register(connection, select.POLLIN)
         self._pending = b""
         self._inbox: list[Message] = []  # read, and not yet given to anybody
         self._sending = threading.Lock()  # the pinger sends beside the main thread
@@ -52,7 +54,7 @@ class Wire:
 
     def poll(self) -> list[Message]:
         """What has come since. Pings only count as signs of life."""
-        while not self.closed and select.select([self.connection], [], [], 0)[0]:
+        while not self.closed and self._readable.poll(0):
             try:
                 data = self.connection.recv(1 << 16)
             except OSError:
@@ -63,7 +65,9 @@ class Wire:
         *lines, self._pending = self._pending.split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:  # not one of ours
+        except (ValueError, RecursionError):  # not one of ours
+            messages = [None]
+        if not all(isinstance(message, dict) for message in messages):
             self.closed = True
             messages = []
         given, self._inbox = [*self._inbox, *(message for message in messages if message != PING)], []

@@ -6,9 +6,11 @@ weights (LoRA) are left out: every start, resumed ones too, reads them from the 
 
 from __future__ import annotations
 
-import errno
 import random
 import shutil
+import time
+from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,26 +22,29 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from prl.runtime.checkpoints import full_disk_error, staging_dir
+from prl.runtime.checkpoints import TRAINER, full_disk_error, staging_dir
+from prl.runtime.files import is_full_disk
 from prl.trainer.optimizer_offload import master_weights
 
-PART = "trainer"
+BEAT_S = 0.5
 
 
 class TrainerCheckpointer:
-    """Saves in the background and loads. At most one save is in flight; `finish` waits for it."""
+    """Saves in the background and loads. At most one save is in flight; `finish` waits for it, calling `beat`."""
 
-    def __init__(self, run_dir: Path, asynchronous: bool) -> None:
-        self.run_dir, self.asynchronous = run_dir, asynchronous
+    def __init__(self, run_dir: Path, asynchronous: bool, beat: Callable[[], None] = lambda: None) -> None:
+        self.run_dir, self.asynchronous, self.beat = run_dir, asynchronous, beat
         # the background save has collectives of its own, which must not mix with those of training
         self.group = dist.new_group(backend="gloo") if asynchronous else None
         self.pending: tuple[int, Future[Any]] | None = None
+        self.save_s = 0.0  # what the last save took, in the background; 0: there was none
         self.saved_step = -1  # newest step whose trainer part is on disk
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Start saving; the state is copied before this returns, so training may go on at once."""
         assert self.pending is None, "finish() the save before"
-        target = staging_dir(self.run_dir, step) / PART
+        started_s = time.monotonic()
+        target = staging_dir(self.run_dir, step) / TRAINER
         state = self._state(model, optimizers)
         if self.asynchronous:
             result = dcp.async_save(state, checkpoint_id=str(target), process_group=self.group)
@@ -51,6 +56,10 @@ class TrainerCheckpointer:
                 future.set_result(dcp.save(state, checkpoint_id=str(target)))
             except (Exception, dcp.api.CheckpointException) as error:  # delivered by finish(), as if asynchronous
                 future.set_exception(error)
+        self.pending[1].add_done_callback(lambda _: self._note_time(started_s))
+
+    def _note_time(self, started_s: float) -> None:
+        self.save_s = time.monotonic() - started_s
 
     def finish(self, wait: bool = True) -> int | None:
         """The step whose save has just completed, or None if there is none (or, with wait=False, none is done yet).
@@ -61,6 +70,9 @@ class TrainerCheckpointer:
             return None
         step, future = self.pending
         self.pending = None
+        while not future.done():
+            self.beat()
+            futures.wait([future], BEAT_S)
         try:
             future.result()
         except (Exception, dcp.api.CheckpointException) as error:  # DCP's own is a BaseException
@@ -74,10 +86,10 @@ class TrainerCheckpointer:
     def load(self, path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Restore the state saved under `path` (a complete checkpoint directory)."""
         state = self._state(model, optimizers)
-        saved = dcp.FileSystemReader(str(path / PART)).read_metadata().state_dict_metadata
+        saved = dcp.FileSystemReader(str(path / TRAINER)).read_metadata().state_dict_metadata
         if not any(name.startswith(f"{_random_key()}.") for name in saved):  # saved by fewer ranks than there are now
             del state[_random_key()]
-        dcp.load(state, checkpoint_id=str(path / PART))
+        dcp.load(state, checkpoint_id=str(path / TRAINER))
         set_state_dict(
             model,
             optimizers,
@@ -121,14 +133,9 @@ _FULL_DISK_SIGNS = ("No space left on device", "Disk quota exceeded", "file writ
 
 
 def no_space(error: BaseException | None) -> bool:
-    """Whether ENOSPC or EDQUOT stands anywhere behind an exception, also inside DCP's per-rank failures and C++
-    writers.
-    """
+    """Whether a full disk stands anywhere behind an exception, also inside DCP's per-rank failures and C++ writers."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        text = str(error)
-        if any(sign in text for sign in _FULL_DISK_SIGNS):
+        if is_full_disk(error) or any(sign in str(error) for sign in _FULL_DISK_SIGNS):
             return True
         failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {}
         if any(no_space(wrapped[0]) for wrapped in failures.values()):

@@ -8,9 +8,31 @@ where both the speed and the memory come from.
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from prl.models.qwen3 import DecoderLayer, Qwen3Model, SparseMLP
+
+
+class CompileClock:
+    """Wall seconds that torch.compile has taken in this process: on first use, and for shapes that it has not seen."""
+
+    def __init__(self) -> None:
+        self.total_s, self._taken_s, self._began_s = 0.0, 0.0, 0.0
+        torch._dynamo.on_compile_start(self._begin)
+        torch._dynamo.on_compile_end(self._end)
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self._taken_s = self.total_s - self._taken_s, self.total_s
+        return seconds
+
+    def _begin(self, *_: object) -> None:  # with arguments since torch 2.8
+        self._began_s = time.perf_counter()
+
+    def _end(self, *_: object) -> None:
+        self.total_s += time.perf_counter() - self._began_s
 
 
 def apply_compile(model: Qwen3Model, enabled: bool) -> None:

@@ -39,8 +39,9 @@ class ExpertBalance:
         self.load.counting, self.load.valid = trains, valid
 
     @torch.no_grad()
-    def step(self) -> dict[str, float]:
-        """After an optimizer step: figures of all ranks' tokens since the last one, and the biases' move.
+    def step(self, moves: bool = True) -> dict[str, float]:
+        """After an optimizer step: figures of all ranks' tokens since the last one, and the biases' move, if it moves
+        anything.
 
         expert_load_max_over_mean: tokens of a layer's most loaded expert over the layer's mean, averaged over layers (1
         is perfect balance); expert_load_max_over_mean_worst: the same of the worst layer. A collective over the world.
@@ -51,7 +52,7 @@ class ExpertBalance:
             dist.all_reduce(self.load.counts)
         load = self.load.counts[list(self.layers)].double()  # [L, E]
         mean = load.mean(dim=1, keepdim=True)
-        if self.update_rate > 0:
+        if moves and self.update_rate > 0:
             for mlp, move in zip(self.layers.values(), (mean - load).sign(), strict=True):
                 assert mlp.router_bias is not None
                 mlp.router_bias.add_(move, alpha=self.update_rate)

@@ -30,7 +30,10 @@ def _statistics_kernel(logits, targets, logp, lse_out, mean_out, vocab, stride, 
         z = tl.load(start + columns, mask=inside, other=-float("inf")).to(tl.float32) * scale
         new_top = tl.maximum(top, tl.max(z, 0))
         shrink = tl.exp(top - new_top)
-        e = tl.exp(z - new_top)
+        # never above 0 but for rounding: the compiler fuses scaling and difference, and what is rounded off -1e20, the
+        # number that stands for a token that could not be drawn, is larger than exp can take
+        below = z - new_top
+        e = tl.exp(tl.where(below > 0, 0.0, below))
         total = total * shrink + tl.sum(e, 0)
         weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), 0)
         top = new_top

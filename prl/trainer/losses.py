@@ -16,6 +16,8 @@ from torch import Tensor
 
 from prl.config.schema import AlgoConfig
 
+MAX_LOG_RATIO = 20.0  # exp of it is 5e8; float32 ends at exp(88)
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -24,6 +26,15 @@ class LossInputs:
     advantages: Tensor  # [M] float32
     doc_ids: Tensor  # [M] int64, which document of the micro-batch a token belongs to
     num_docs: int
+
+
+def importance_ratio(log_ratio: Tensor) -> Tensor:
+    """rho, kept within exp(+-MAX_LOG_RATIO), beyond which it is constant and has no gradient.
+
+    Log-probabilities of trainer and engine may be far apart (a rare token, rounding): an infinite rho is NaN as soon as
+    it meets a mask or an advantage of zero, and one token would spoil the whole batch.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def masked_importance(x: LossInputs, algo: AlgoConfig) -> Tensor:
@@ -36,7 +47,7 @@ def masked_importance(x: LossInputs, algo: AlgoConfig) -> Tensor:
     """
     keep = masked_importance_keep(x, algo)
     log_ratio = x.logp - x.logp_infer
-    return -keep * x.advantages * log_ratio.exp() + algo.kl_tau * log_ratio.square()
+    return -keep * x.advantages * importance_ratio(log_ratio) + algo.kl_tau * log_ratio.square()
 
 
 def masked_importance_keep(x: LossInputs, algo: AlgoConfig) -> Tensor:
@@ -49,7 +60,7 @@ def masked_importance_keep(x: LossInputs, algo: AlgoConfig) -> Tensor:
 
 def ppo_clip(x: LossInputs, algo: AlgoConfig) -> Tensor:
     """PPO's clipped surrogate (arXiv:1707.06347); with clip_high > clip_low, DAPO's clip-higher (arXiv:2503.14476)."""
-    rho = (x.logp - x.logp_infer).exp()
+    rho = importance_ratio(x.logp - x.logp_infer)
     clipped = rho.clamp(1 - algo.clip_low, 1 + algo.clip_high)
     return -torch.minimum(rho * x.advantages, clipped * x.advantages)
 
@@ -58,7 +69,7 @@ def cispo(x: LossInputs, algo: AlgoConfig) -> Tensor:
     """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a clipped, detached importance weight; no token loses
     its gradient.
     """
-    rho = (x.logp.detach() - x.logp_infer).exp().clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    rho = importance_ratio(x.logp.detach() - x.logp_infer).clamp(1 - algo.clip_low, 1 + algo.clip_high)
     return -rho * x.advantages * x.logp
 
 
@@ -72,7 +83,7 @@ def gspo(x: LossInputs, algo: AlgoConfig) -> Tensor:
     lengths = log_ratio.new_zeros(x.num_docs).index_add(0, x.doc_ids, torch.ones_like(log_ratio))
     lengths = lengths.clamp(min=1)
     total = log_ratio.new_zeros(x.num_docs).index_add(0, x.doc_ids, log_ratio)
-    ratio = (total / lengths).exp()[x.doc_ids]
+    ratio = importance_ratio(total / lengths)[x.doc_ids]
     clipped = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
     return -torch.minimum(ratio * x.advantages, clipped * x.advantages) / lengths[x.doc_ids]
 

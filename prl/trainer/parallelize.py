@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
+from prl.config.world import expert_dimension
 from prl.models.all_to_all_dispatch import AllToAllDispatch
 from prl.models.checkpoint import check_card, load_checkpoint
 from prl.models.deepep_dispatch import DeepEPDispatch
@@ -131,8 +132,8 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 
 def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
     """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
-    model.dtype. Experts under expert parallelism are sharded over what remains of the island, along dimension 1, which
-    leaves dimension 0 to the expert group. Activations follow the parameters' dtype from the embedding on; nothing is
+    model.dtype. Experts under expert parallelism are sharded over what remains of the island, along a dimension that it
+    divides (`expert_dimension`). Activations follow the parameters' dtype from the embedding on; nothing is
     cast on the way into a layer, for the rotary tables are float32 and long positions need them so.
     """
     policy = MixedPrecisionPolicy(
@@ -147,6 +148,7 @@ def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
     dense = shard_mesh(world.dense, "fsdp")
     if world.experts is not None:
         sparse = shard_mesh(world.experts, "efsdp")
+        sparse_ranks = world.experts["efsdp"].size()
         for experts in expert_modules(model):
             fully_shard(
                 experts,
@@ -154,7 +156,7 @@ def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
                 mp_policy=policy,
                 offload_policy=offload,
                 reshard_after_forward=reshard,
-                shard_placement_fn=lambda _: Shard(1),
+                shard_placement_fn=lambda param: Shard(expert_dimension(param.shape, sparse_ranks)),
             )
     for layer in model.layers:
         fully_shard(layer, mesh=dense, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)

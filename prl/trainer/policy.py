@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,15 @@ from prl.models.checkpoint import load_checkpoint
 from prl.models.moe import RoutingRecorder
 from prl.models.qwen3 import Attend
 from prl.planning.vllm_arguments import engine_share
+from prl.trainer.compilation import CompileClock
 from prl.trainer.context_parallel import ContextGroup, context_attention, shard_row, sum_over_context
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.head import logprob_head
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
 from prl.trainer.optimizer_offload import local_gradients, master_weights, offload_optimizers
 from prl.trainer.parallelize import build_model
-from prl.trainer.world import World
+from prl.trainer.truncation import KeptSets
+from prl.trainer.world import World, sum_over_world
 from prl.transport.batch import MicroBatch
 
 
@@ -36,6 +39,15 @@ class TokenStats:
     entropy: Tensor
 
 
+@dataclass(frozen=True)
+class OptimStep:
+    """What an optimizer step did."""
+
+    grad_norm: float  # before clipping
+    seconds: float
+    applied: bool  # false: loss or norm were not finite, so weights and moments are those of before
+
+
 class Policy:
     """Model, optimizers and schedule of one run."""
 
@@ -44,6 +56,7 @@ class Policy:
     ) -> None:
         self.config, self.optim, self.max_steps, self.world = config, optim, max_steps, world
         activate_attention(config.model.attn)
+        self.compile_clock = CompileClock() if config.memory_recipe.compile else None
         self.model = build_model(config, model_path, world)
         self.balance = ExpertBalance(self.model, world, config.model.router_bias_update_rate)
         self.expert_load: dict[str, float] = {}  # of the last optimizer step, for its metrics row
@@ -67,13 +80,15 @@ class Policy:
         rows = torch.from_numpy(np.flatnonzero(micro.loss_mask)).to(device)
         input_ids = torch.tensor(micro.input_ids, device=device)
         positions = torch.tensor(micro.positions, device=device)
-        routed = None if micro.routed_experts is None else torch.tensor(micro.routed_experts, device=device)
+        routed = self.routing_of(micro)
         trains = bool(micro.loss_mask.any())
         if self.context is None:
             self.balance.expect(trains)
             attend = packed_attention(doc_lens, device, self.config.model.attn)
+            kept = _kept_sets(micro, rows, device)
             return TokenStats(
-                rows, *self.run_model(input_ids, positions, attend, routed, rows - 1, input_ids[rows], temperature)
+                rows,
+                *self.run_model(input_ids, positions, attend, routed, rows - 1, input_ids[rows], temperature, kept),
             )
         shard = shard_row(doc_lens, self.context, device)
         self.balance.expect(trains, shard.valid)
@@ -91,10 +106,25 @@ class Policy:
             slots,
             input_ids[targets],
             temperature,
+            _kept_sets(micro, targets, device),
         )
         row = torch.stack([part.new_zeros(len(input_ids)).index_put((targets,), part) for part in local])
         logp, entropy = sum_over_context(row, self.context)[:, rows]
         return TokenStats(rows, logp, entropy)
+
+    def routing_of(self, micro: MicroBatch) -> Tensor | None:
+        """The engine's choice of experts on the device, [T, L, K] uint8 or int32; None where it is not replayed.
+
+        Raises ValueError for an engine that leaves out layers: which ones, nobody could tell.
+        """
+        routed = micro.routed_experts
+        if routed is None:
+            return None
+        layers = self.config.model.card.num_hidden_layers
+        if routed.shape[1] != layers:
+            raise ValueError(f"an engine recorded the routing of {routed.shape[1]} layers, but the model has {layers}")
+        # torch has few operations on wider unsigned numbers
+        return torch.tensor(routed if routed.dtype == np.uint8 else routed.astype(np.int32), device=self.world.device)
 
     def run_model(
         self,
@@ -105,11 +135,16 @@ class Policy:
         rows: Tensor,
         targets: Tensor,
         temperature: float,
+        kept: KeptSets | None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of targets [M] after the tokens at rows [M], and the entropy there."""
-        head = logprob_head(rows, targets, temperature, self.config.memory_recipe.fused_lm_head_token_chunk_size)
+        """Log-probability of targets [M] after the tokens at rows [M], and the entropy there, within `kept`."""
+        head = logprob_head(rows, targets, temperature, self.config.memory_recipe.fused_lm_head_token_chunk_size, kept)
         recorder = None if routed is None else RoutingRecorder(given=routed)
         return self.model(input_ids, positions, attend, head=head, recorder=recorder)
+
+    def compile_times(self) -> dict[str, float]:
+        """For a row of metrics: what torch.compile took since the last one; nothing where nothing is compiled."""
+        return {} if self.compile_clock is None else {"compile_s": self.compile_clock.take()}
 
     def flops(self, micro: MicroBatch) -> float:
         """Model FLOPs of forward and backward over a whole micro-batch, by `flops_formula`."""
@@ -117,19 +152,35 @@ class Policy:
         flops, self.flops_formula = packed_flops(self.config.model.card, micro.doc_lens.tolist(), frozen)
         return flops
 
-    def optimizer_step(self, step: int) -> tuple[float, float]:
-        """Clip, apply at the scheduled learning rate, clear. Returns (gradient norm before clipping, seconds)."""
+    def optimizer_step(self, step: int, loss: float = 0.0) -> OptimStep:
+        """Clip, apply at the scheduled learning rate, clear.
+
+        Nothing but the gradients changes, on any rank, if `loss` (the same on all ranks) or the norm is not finite.
+        """
         start = time.perf_counter()
         self.lr = self.optim.lr * lr_factor(step, self.max_steps, self.optim.schedule)
         set_lr(self.optimizers, self.lr)
         grad_norm = clip_gradients(
             local_gradients(self.model, self.optimizers), self.optim.max_grad_norm, self.world.dense.get_group("fsdp")
         )
+        applied = self._all_agree(math.isfinite(loss) and math.isfinite(grad_norm))
         for optimizer in self.optimizers:
-            optimizer.step()
+            if applied:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.expert_load = self.balance.step()
-        return grad_norm, time.perf_counter() - start
+        self.expert_load = self.balance.step(moves=applied)
+        return OptimStep(grad_norm, time.perf_counter() - start, applied)
+
+    def _all_agree(self, finite: bool) -> bool:
+        """Within an island all ranks have one norm; replicas of it, whose sums may differ by rounding, must ask."""
+        if self.world.dense["dp_replicate"].size() == 1:
+            return finite
+        return sum_over_world(torch.tensor([0.0 if finite else 1.0], dtype=torch.float64)).item() == 0
+
+
+def _kept_sets(micro: MicroBatch, targets: Tensor, device: torch.device) -> KeptSets | None:
+    """From what each of the targets [M], positions in the row, was drawn. Without truncation the host does not wait."""
+    return None if micro.kept is None else KeptSets.build(micro.kept.of_rows(targets.cpu().numpy()), device)
 
 
 def context_group(config: RunConfig, world: World) -> ContextGroup | None:

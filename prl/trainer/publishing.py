@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from prl.models.adapters import peft_config
 from prl.planning.run_plan import RunPlan
 from prl.runtime.child import ChildContext
 from prl.trainer.world import World
+from prl.transport.stores import serve_store
 from prl.transport.weights import DEVICE_TRANSPORTS, Publisher, make_publisher
 from prl.transport.weights_ipc import IpcPublisher
 from prl.transport.weights_lora import AdapterPublisher
@@ -34,26 +36,23 @@ def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
     if transport.type == "lora":
         config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
         return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)
-    return make_publisher(transport, ctx.run_dir / "weights", ctx.token, address)
+    return make_publisher(transport, ctx.run_dir / "weights", Path(ctx.shared_memory), address)
 
 
 def _ipc_publisher(ctx: ChildContext, world: World, address: str) -> IpcPublisher:
     """Every rank's: it serves the engine on its own GPU, if there is one. The first rank holds the store for all."""
     timeout = timedelta(seconds=ctx.plan.config.weight_transport.timeout_s)
-    where: list[Any] = [None]
-    store: dist.TCPStore | None = None
-    if world.is_main:
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        where[0] = {"host": address, "port": store.port}
+    store = serve_store(address, timeout) if world.is_main else None
+    port = torch.tensor(0 if store is None else store.port)
     if world.size > 1:
-        dist.broadcast_object_list(where, src=0)
+        dist.broadcast(port, src=0)
     if store is None:
-        store = dist.TCPStore(where[0]["host"], where[0]["port"], is_master=False, timeout=timeout)
+        store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
     role = ctx.role
     serves = any(
         engine.node == role.node and role.devices[0] in engine.devices for engine in ctx.plan.roles_of("inference")
     )
-    announcing = where[0] if world.is_main else None
+    announcing = {"host": address, "port": store.port} if world.is_main else None
     return IpcPublisher(store, announcing, world.device, serves=serves, **device_options(ctx.plan))
 
 

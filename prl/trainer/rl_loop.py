@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from prl.models.adapters import peft_tensors
 from prl.models.checkpoint import hf_tensors, resolve_model_path
 from prl.runtime.child import ChildContext
 from prl.trainer.batches import BatchClient
-from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.export import export_policy
+from prl.trainer.guard import StepGuard
 from prl.trainer.policy import Policy, device_memory_bytes, make_room, peak_memory_bytes, seed_everything
 from prl.trainer.publishing import publisher_of, wire_dtype
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
-from prl.trainer.world import World, join_world, largest_over_world, leave_world, sum_over_data
+from prl.trainer.saving import Saving
+from prl.trainer.world import World, join_world, largest_over_world, leave_world, meet, sum_over_data
 from prl.transport.batch import TrainBatch
 from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
 from prl.transport.weights_nccl import NcclPublisher
@@ -44,8 +46,9 @@ class RLTrainer:
         seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
         self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
         self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
-        self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
-        self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.token, self.check_neighbours)
+        self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.keys.train, self.check_neighbours)
+        self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took)
+        self.guard = StepGuard(self.config.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
         self.publisher, self.wire_dtype = publisher_of(ctx, world), wire_dtype(ctx.plan)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
@@ -54,9 +57,7 @@ class RLTrainer:
 
     def run(self) -> None:
         ctx = self.ctx
-        if ctx.resume_step:
-            path = ctx.run_dir / "checkpoints" / f"step_{ctx.resume_step}"
-            self.checkpointer.load(path, self.policy.model, self.policy.optimizers)
+        self.saving.load(self.policy)
         ctx.ready()
         self.client.wait_for_engines()
         self.publish(ctx.resume_step)
@@ -68,13 +69,14 @@ class RLTrainer:
                 break
             waited = time.perf_counter() - started
             used = device_memory_bytes(self.world.device)
-            row = self.train_step(batch)
+            row = self.train_step(batch) | used
             step += 1
+            log = partial(self.log, step, row, waited, 0.0, time.perf_counter() - started)
+            self.guard.check(step, row, self.policy.model, batch.meta["groups"], log)
             publish_s = self.publish(step)
-            self.finish_checkpoint(wait=False)
-            if batch.meta["checkpoint"]:
-                self.start_checkpoint(step)
-            self.log(step, row | used, waited, publish_s, time.perf_counter() - started)
+            due = batch.meta["checkpoint"]
+            row["save_s"] = self.saving.after_step(step, self.policy, due, changed=not row["step_skipped"])
+            self.log(step, row, waited, publish_s, time.perf_counter() - started)
         self.end(step)
 
     def fetch_after(self, step: int) -> TrainBatch:
@@ -103,9 +105,9 @@ class RLTrainer:
             flops += self.policy.flops(micro)
         wait_for(self.world.device)
         forward_backward_s = time.perf_counter() - started
-        grad_norm, optim_s = self.policy.optimizer_step(batch.step)
         sums = sum_over_data(torch.stack(parts).sum(0).cpu(), self.world)
-        loss, entropy, mismatch, masked, tokens = sums.tolist()
+        loss, entropy, mismatch, ratio, masked, tokens = sums.tolist()
+        done = self.policy.optimizer_step(batch.step, loss)
         mine = torch.cat(kls).cpu().numpy() if self.world.is_first_of_context else np.empty(0)
         tail = largest_over_world(mine, tokens=int(tokens))
         padded = self.config.seq_len * len(batch.micro_batches) * self.world.data_ranks
@@ -114,23 +116,26 @@ class RLTrainer:
             "loss": loss,
             "entropy": entropy / max(tokens, 1),
             "mismatch_kl_mean": mismatch / max(tokens, 1),
+            "importance_ratio_mean": ratio / max(tokens, 1),
             "mismatch_kl_p999": float(tail[-1]) if tail.size else 0.0,
             "mismatch_kl_max": float(tail[0]) if tail.size else 0.0,
             "masked_fraction": masked / max(tokens, 1),
-            "grad_norm": grad_norm,
+            "grad_norm": done.grad_norm,
+            "step_skipped": int(not done.applied),
             "loss_tokens": batch.loss_tokens,
             "tokens": self._sum(useful),
             "padded_tokens": padded,
             "forward_backward_s": forward_backward_s,
-            "optim_s": optim_s,
+            "optim_s": done.seconds,
             **self.policy.expert_load,
+            **self.policy.compile_times(),
             "flops": flops / self.world.cp,
         }
 
     def _sum(self, value: float) -> int:
         return int(sum_over_data(torch.tensor([value], dtype=torch.float64), self.world).item())
 
-    # --- weights and checkpoints --------------------------------------------------------------------------------------
+    # --- weights ------------------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> float:
         """Hand the weights of `version` to the engines; returns the seconds that the trainer itself spent on it."""
@@ -186,30 +191,18 @@ class RLTrainer:
             self.announced.result()
             self.announced = None
 
-    def start_checkpoint(self, step: int) -> None:
-        self.finish_checkpoint(wait=True)
-        self.checkpointer.save(step, self.policy.model, self.policy.optimizers)
-
-    def finish_checkpoint(self, wait: bool) -> None:
-        """Report a completed save to the orchestrator, which adds its own part and commits."""
-        # DCP's coordinator is rank 0: its save completes only after every rank has written its shards
-        step = self.checkpointer.finish(wait)
-        if step is not None and self.world.is_main:
-            self.client.post("/train/checkpoint", {"step": step}, self.config.deployment.stop_timeout_s)
-
     def end(self, step: int) -> None:
         """Last checkpoint, export, goodbye."""
         finished = step >= self.config.max_steps
-        self.finish_checkpoint(wait=True)
-        wanted = self.config.ckpt.at_end if finished else True
-        if wanted and step > 0 and self.checkpointer.saved_step != step and step != self.ctx.resume_step:
-            self.start_checkpoint(step)
-            self.finish_checkpoint(wait=True)
+        if finished:
+            self.guard.check_end()
+        self.saving.end(step, self.policy, wanted=self.config.ckpt.at_end or not finished)
         if finished and self.config.ckpt.export_hf:
             export_policy(self.policy, self.model_path, self.ctx.run_dir / "export")
+        meet()  # the orchestrator leaves upon the word of the first, and another may still be asking it
         if self.world.is_main:
             self.await_announced()
-            self.client.post("/train/done", {"step": step}, self.config.deployment.stop_timeout_s)
+            self.client.say_done(step)
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 

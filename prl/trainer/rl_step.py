@@ -20,8 +20,8 @@ def loss_denominator(algo: AlgoConfig, loss_tokens: int, loss_docs: int) -> int:
 def backward_rl(algo: AlgoConfig, micro: MicroBatch, stats: TokenStats, denominator: int) -> tuple[Tensor, Tensor]:
     """Gradient of one micro-batch's share of the global loss.
 
-    Returns float64 tensors on the device: the sums [5] of loss, entropy, mismatch KL, masked tokens and tokens, and
-    the mismatch KL of each trained token [M].
+    Returns float64 tensors on the device: the sums [6] of loss, entropy, mismatch KL, importance ratio, masked tokens
+    and tokens, and the mismatch KL of each trained token [M].
     """
     device = stats.logp.device
     doc_ids = torch.from_numpy(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens)).to(device)
@@ -37,7 +37,8 @@ def backward_rl(algo: AlgoConfig, micro: MicroBatch, stats: TokenStats, denomina
         masked = (1 - masked_importance_keep(inputs, algo)).sum()
     sums = torch.stack([loss.detach(), stats.entropy.detach().sum(), masked]).double()
     count = torch.full_like(sums[0], len(stats.rows))
-    return torch.stack([sums[0], sums[1], kl.sum(), sums[2], count]), kl
+    ratio = (stats.logp.detach() - logp_infer).double().exp()
+    return torch.stack([sums[0], sums[1], kl.sum(), ratio.sum(), sums[2], count]), kl
 
 
 def wait_for(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import UserError
+from prl.config.packages import DATASETS
 from prl.config.schema import SftConfig, SftDataConfig
 from prl.envs.protocol import Split
 from prl.models.chat import ChatRenderer, Message, mask_by_role
@@ -33,10 +34,11 @@ def load_conversations(data: SftDataConfig, split: Split) -> list[list[Message]]
 
 def _read_source(source: str, data: SftDataConfig, split: Split) -> list[list[Message]]:
     if source.startswith("env:"):
-        from prl.envs.loading import load_env
+        from prl.envs.loading import load_env, told_with_keys
 
-        env = load_env(source.removeprefix("env:"), data.args)
-        return [env.demonstration(task) for task in env.tasks(split)]
+        with told_with_keys("sft.data.source", "sft.data.args"):
+            env = load_env(source.removeprefix("env:"), data.args)
+            return [env.demonstration(task) for task in env.tasks(split)]
     if source.endswith((".jsonl", ".json")):
         return _read_jsonl(Path(source))
     return _read_hf_dataset(source, data)
@@ -45,7 +47,7 @@ def _read_source(source: str, data: SftDataConfig, split: Split) -> list[list[Me
 def _read_jsonl(path: Path) -> list[list[Message]]:
     if not path.is_file():
         raise UserError(
-            "the dataset does not exist", where=f"data.source={path}", fix="data.source=/path/to/file.jsonl"
+            "the dataset does not exist", where=f"sft.data.source={path}", fix="sft.data.source=/path/to/file.jsonl"
         )
     conversations = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 is no line's end in JSON
@@ -66,22 +68,22 @@ def _read_hf_dataset(name: str, data: SftDataConfig) -> list[list[Message]]:
     except ImportError as error:
         raise UserError(
             f"reading the Hugging Face dataset {name!r} needs the package `datasets`",
-            where="data.source",
-            fix='pip install -e ".[hf]"',
+            where="sft.data.source",
+            fix=DATASETS.install,
         ) from error
     try:
         rows = datasets.load_dataset(name, split=data.split, **data.args)
     except Exception as error:  # datasets and the hub client raise many unrelated types for "not there"
         raise UserError(
             f"dataset {name!r} could not be loaded",
-            where=f"data.source={name}, data.split={data.split}",
+            where=f"sft.data.source={name}, sft.data.split={data.split}",
             why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             fix="give a JSONL file, a local dataset directory, or a dataset name that the hub knows",
         ) from error
     try:
         return [to_messages(dict(row)) for row in rows]
     except ValueError as error:
-        raise UserError(f"not a training example: {error}", where=f"data.source={name}", fix=_EXPECTED) from error
+        raise UserError(f"not a training example: {error}", where=f"sft.data.source={name}", fix=_EXPECTED) from error
 
 
 _EXPECTED = 'each example is {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
@@ -171,7 +173,7 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
     if not documents:
         raise UserError(
             f"no example of the {split} split is left to train on ({dropped} are longer than seq_len={config.seq_len})",
-            where=f"data.source={config.data.source}",
-            fix="raise seq_len, or check data.loss_roles",
+            where=f"sft.data.source={config.data.source}",
+            fix="raise seq_len, or check sft.data.loss_roles",
         )
     return SftData(documents, config.seq_len, seed, config.data.shuffle and split == "train", dropped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ from typing import Any
 import torch
 
 from prl.metrics.mfu import utilisation
+from prl.metrics.reader import read_rows
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import resolve_model_path
 from prl.models.tokenizer import load_tokenizer
-from prl.runtime.checkpoints import commit
+from prl.runtime.checkpoints import parts_of
 from prl.runtime.child import ChildContext
-from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.runtime.commits import Committer
 from prl.trainer.export import export_policy
+from prl.trainer.guard import StepGuard
 from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
+from prl.trainer.saving import Saving
 from prl.trainer.sft_data import load_sft_data
 from prl.trainer.world import World, join_world, leave_world, sum_over_data, sum_over_world
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import deal_rows, padding_micro_batch
+
+COMMIT_WAIT_S = 0.05  # between two looks whether a checkpoint is complete
 
 
 def main(ctx: ChildContext) -> None:
@@ -43,28 +49,44 @@ class SftTrainer:
         self.data = load_sft_data(self.sft, "train", renderer, self.config.seed)
         self.val_rows = load_sft_data(self.sft, "held_out", renderer, self.config.seed).one_epoch()[: self.sft.val_rows]
         self.policy = Policy(self.config, self.sft.optim, self.sft.max_steps, self.model_path, world)
-        self.checkpointer = TrainerCheckpointer(ctx.run_dir, self.config.ckpt.asynchronous)
+        committer = Committer(
+            ctx.run_dir, self.config.ckpt.keep, parts_of("sft"), self.config.deployment.hang_timeout_s
+        )
+        self.saving = Saving(ctx, world, committer.start, partial(committer.took, wait_s=COMMIT_WAIT_S))
+        self.guard = StepGuard(self.sft.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
 
     def run(self) -> None:
         step = self.ctx.resume_step
-        if step:
-            path = self.ctx.run_dir / "checkpoints" / f"step_{step}"
-            self.checkpointer.load(path, self.policy.model, self.policy.optimizers)
+        self.saving.load(self.policy)
         rows = self.data.rows(skip=step * self.sft.batch_size)
         self.ctx.ready()
-        reached = False
+        reached = self.had_reached(step)
         while step < self.sft.max_steps and not reached and not self.stop_requested():
             started = time.perf_counter()
             step += 1
             row = self.train_step(step, list(islice(rows, self.sft.batch_size)))
+            log = partial(self.log, step, row, time.perf_counter() - started)
+            self.guard.check(step, row, self.policy.model, [], log)
             if self.sft.val_interval and (step % self.sft.val_interval == 0 or step == self.sft.max_steps):
+                validating = time.perf_counter()
                 row["val_loss"] = self.validate()
+                row["val_s"] = time.perf_counter() - validating
                 reached = row["val_loss"] <= self.sft.target_val_loss
             self.log(step, row, time.perf_counter() - started)
-            self.finish_checkpoint(wait=False)
-            if self.config.ckpt.interval and step % self.config.ckpt.interval == 0:
-                self.start_checkpoint(step)
+            due = bool(self.config.ckpt.interval) and step % self.config.ckpt.interval == 0
+            self.saving.after_step(step, self.policy, due, changed=not row["step_skipped"])
         self.end(step, finished=reached or step >= self.sft.max_steps)
+
+    def had_reached(self, step: int) -> bool:
+        """Whether the attempt that left the checkpoint of `step` had reached its target there: all ranks go by the
+        first one's metrics.
+        """
+        reached = False
+        if self.world.is_main and step:
+            rows = read_rows(self.ctx.run_dir, self.ctx.role.name)
+            losses = [row["val_loss"] for row in rows if row["step"] == step and "val_loss" in row]
+            reached = any(loss <= self.sft.target_val_loss for loss in losses)
+        return bool(sum_over_world(torch.tensor([float(reached)])).item())
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop: all ranks must leave the loop at the same step."""
@@ -87,16 +109,18 @@ class SftTrainer:
             share.backward()
             loss += share.item()
             flops += self.policy.flops(micro)
-        grad_norm, _ = self.policy.optimizer_step(step)
         total = sum_over_data(torch.tensor([loss], dtype=torch.float64), self.world).item()
+        done = self.policy.optimizer_step(step, total)
         busy_s = time.perf_counter() - started
         mfu, formula = utilisation(flops, busy_s, self.world.device.type, self.policy.flops_formula)
         tokens = sum(row.num_tokens for row in rows)
         return {
             "loss": total,
-            "grad_norm": grad_norm,
+            "grad_norm": done.grad_norm,
+            "step_skipped": int(not done.applied),
             "lr": self.policy.lr,
             **self.policy.expert_load,
+            **self.policy.compile_times(),
             "loss_tokens": targets,
             "tokens": tokens,
             "padded_tokens": self.sft.seq_len * len(rows),
@@ -115,23 +139,12 @@ class SftTrainer:
         total, count = sum_over_data(sums, self.world).tolist()
         return total / max(count, 1)
 
-    # --- checkpoints, export, metrics ---------------------------------------------------------------------------------
-
-    def start_checkpoint(self, step: int) -> None:
-        self.finish_checkpoint(wait=True)
-        self.checkpointer.save(step, self.policy.model, self.policy.optimizers)
-
-    def finish_checkpoint(self, wait: bool) -> None:
-        step = self.checkpointer.finish(wait)
-        if step is not None and self.world.is_main:
-            commit(self.ctx.run_dir, step, self.config.ckpt.keep)
+    # --- end, metrics -------------------------------------------------------------------------------------------------
 
     def end(self, step: int, finished: bool) -> None:
-        self.finish_checkpoint(wait=True)
-        wanted = self.config.ckpt.at_end or not finished
-        if wanted and step > 0 and step not in (self.checkpointer.saved_step, self.ctx.resume_step):
-            self.start_checkpoint(step)
-            self.finish_checkpoint(wait=True)
+        if finished:
+            self.guard.check_end()
+        self.saving.end(step, self.policy, wanted=self.config.ckpt.at_end or not finished)
         if finished and self.config.ckpt.export_hf:
             export_policy(self.policy, self.model_path, self.ctx.run_dir / "export")
 

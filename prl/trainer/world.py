@@ -120,6 +120,11 @@ def sum_over_world(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def meet() -> None:
+    """Return once all ranks are here."""
+    sum_over_world(torch.zeros(1, dtype=torch.float64))
+
+
 def sum_over_data(values: torch.Tensor, world: World) -> torch.Tensor:
     """`sum_over_world` of what all ranks of a context group hold alike: each data rank counts once."""
     return sum_over_world(values) / world.cp
@@ -131,12 +136,15 @@ def largest_over_world(values: np.ndarray, tokens: int, share: float = 0.001) ->
     values: this rank's; tokens: how many there are over all ranks. Only the candidates travel.
     """
     wanted = max(1, int(tokens * share))
-    mine = np.sort(values)[::-1][:wanted]
-    parts: list[np.ndarray | None] = [mine]
+    mine = np.full(wanted, -np.inf)
+    best = np.sort(values)[::-1][:wanted]
+    mine[: len(best)] = best
     if dist.get_world_size() > 1:
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-    return np.sort(np.concatenate([part for part in parts if part is not None]))[::-1][:wanted]
+        parts = [torch.empty(wanted, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, torch.from_numpy(mine))
+        mine = np.concatenate([part.numpy() for part in parts])
+    everywhere = np.sort(mine[~np.isneginf(mine)])[::-1]
+    return everywhere[:wanted].astype(values.dtype)
 
 
 def leave_world() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from prl.transport import frames
+from prl.transport.kept import KeptTokens
 
 
 @dataclass
@@ -25,11 +26,21 @@ class MicroBatch:
     logp_infer: np.ndarray  # [T] float32, 0 outside the mask
     advantages: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32, policy version that sampled the token; -1 for tokens nobody sampled
-    routed_experts: np.ndarray | None = None  # [T, L, K] uint8
+    routed_experts: np.ndarray | None = None  # [T, L, K] uint8 or uint16
+    # truncated sampling: how many vocabulary entries a token was drawn from (0: all), and these; as in `KeptTokens`
+    kept_counts: np.ndarray | None = None  # [T] int32
+    kept_ids: np.ndarray | None = None  # [sum of kept_counts] uint16 or uint32
 
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids.shape[0])
+
+    @property
+    def kept(self) -> KeptTokens | None:
+        """None where nothing was truncated."""
+        if self.kept_counts is None or self.kept_ids is None:
+            return None
+        return KeptTokens(self.kept_counts, self.kept_ids)
 
 
 @dataclass

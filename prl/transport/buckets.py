@@ -6,7 +6,7 @@ a bucket). The largest thing that ever exists besides the model is one bucket, o
 
 from __future__ import annotations
 
-import math
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prl.transport.flat import ALIGN
+from prl.transport.flat import ALIGN, DTYPES, MAX_NAME, size_of
 
 # [name, dtype, shape of the whole tensor, first byte of this part, its bytes, its offset in the bucket]
 Part = list[Any]
@@ -79,6 +79,30 @@ def fill(bucket: Tensor, runs: list[Run]) -> None:
     torch._foreach_copy_(places, [run.bytes() for run in runs], non_blocking=True)
 
 
+def read_header(text: bytes | str, bucket_bytes: int) -> dict[str, Any]:
+    """What the trainer says of a bucket: its `parts` and `checksum`, or that this is the `end`.
+
+    Raises ValueError for what no trainer says, and for parts beyond the bucket.
+    """
+    header = json.loads(text)
+    if header == {"end": True}:
+        return header
+    if not isinstance(header, dict) or header.keys() != {"parts", "checksum"} or not isinstance(header["parts"], list):
+        raise ValueError("the header of a bucket has parts and a checksum")
+    if not isinstance(header["checksum"], int | None):
+        raise ValueError("the checksum of a bucket is an integer")
+    for part in header["parts"]:
+        if not isinstance(part, list) or len(part) != 6 or not isinstance(part[0], str) or len(part[0]) > MAX_NAME:
+            raise ValueError("a part of a bucket is [name, dtype, shape, first, count, offset]")
+        name, dtype, shape, *place = part
+        if not all(type(number) is int and number >= 0 for number in place):
+            raise ValueError(f"a part of {name} lies nowhere: {str(place)[:100]}")
+        first, count, offset = place
+        if offset + count > bucket_bytes or first + count > size_of(dtype, shape):
+            raise ValueError(f"a part of {name} does not fit: {str(part[1:])[:200]}")
+    return header
+
+
 class Assembler:
     """Tensors out of buckets. Those that lie whole in a bucket are views of it: use them before the next one comes."""
 
@@ -89,8 +113,7 @@ class Assembler:
         """The tensors that are complete now."""
         complete: Chunk = []
         for name, dtype_name, shape, first, count, offset in parts:
-            dtype = getattr(torch, dtype_name)
-            size = math.prod(shape) * dtype.itemsize
+            dtype, size = DTYPES[dtype_name], size_of(dtype_name, shape)
             piece = bucket[offset : offset + count]
             if count < size:
                 if self.unfinished is None:

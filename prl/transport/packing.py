@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prl.transport.batch import MicroBatch
+from prl.transport.kept import KeptTokens
 
 
 @dataclass
@@ -18,7 +19,8 @@ class Document:
     logp_infer: list[float]
     advantages: list[float]
     versions: list[int]
-    routed_experts: np.ndarray | None = None  # [T, L, K] uint8
+    routed_experts: np.ndarray | None = None  # [T, L, K] uint8 or uint16
+    kept: KeptTokens | None = None  # of truncated sampling
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -65,6 +67,9 @@ def build_micro_batch(documents: list[Document]) -> MicroBatch:
     """Concatenate documents into one packed row."""
     routed = [d.routed_experts for d in documents if d.routed_experts is not None]
     assert len(routed) in (0, len(documents)), "routing must be recorded for all documents of a row or for none"
+    kept = None
+    if any(d.kept is not None for d in documents):
+        kept = KeptTokens.join(d.kept or KeptTokens.whole(len(d)) for d in documents)
     return MicroBatch(
         input_ids=np.concatenate([np.asarray(d.input_ids, dtype=np.int64) for d in documents]),
         positions=np.concatenate([np.arange(len(d), dtype=np.int64) for d in documents]),
@@ -74,6 +79,8 @@ def build_micro_batch(documents: list[Document]) -> MicroBatch:
         advantages=np.concatenate([np.asarray(d.advantages, dtype=np.float32) for d in documents]),
         versions=np.concatenate([np.asarray(d.versions, dtype=np.int32) for d in documents]),
         routed_experts=np.concatenate(routed) if routed else None,
+        kept_counts=None if kept is None else kept.counts,
+        kept_ids=None if kept is None else kept.ids,
     )
 
 

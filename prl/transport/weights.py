@@ -43,14 +43,14 @@ class Publisher(Protocol):
         """Called when no engine needs the version last published any more."""
 
 
-def make_publisher(config: WeightTransportConfig, weights_dir: Path, run_token: str, address: str) -> Publisher:
-    """A host transport's. `address`: of this host, as the engines reach it."""
+def make_publisher(config: WeightTransportConfig, weights_dir: Path, segments: Path, address: str) -> Publisher:
+    """A host transport's. `segments`: what those of shared memory are called; `address`: of this host, for engines."""
     if config.type == "filesystem":
         return FilesystemPublisher(weights_dir, config.keep)
     if config.type == "tcp":
         return TcpPublisher(address, config.timeout_s)
     assert config.type == "shared_memory"
-    return SharedMemoryPublisher(Path("/dev/shm") / f"prl-{run_token[:16]}")
+    return SharedMemoryPublisher(segments)
 
 
 def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -93,7 +93,7 @@ class SharedMemoryPublisher:
     """One segment of POSIX shared memory per version.
 
     Its name is unlinked when the version is acknowledged, so memory lives only as long as somebody maps it. A name
-    left by a killed run is the root's to remove (it knows the run token).
+    left by a killed run is the root's to remove (it has given it).
     """
 
     def __init__(self, path: Path) -> None:

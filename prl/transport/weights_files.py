@@ -88,6 +88,8 @@ def receive_files(path: Path, verify: bool) -> Iterator[tuple[str, Tensor]]:
 def manifest_of(path: Path) -> list[tuple[Path, int]]:
     """The files of a version with their CRC-32."""
     files = json.loads((path / "manifest.json").read_text())["files"]
+    if any(name != Path(name).name for name in files):
+        raise ValueError(f"{path / 'manifest.json'} names files elsewhere")
     return [(path / name, crc32) for name, crc32 in files.items()]
 
 

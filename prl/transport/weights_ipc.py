@@ -7,14 +7,14 @@ buckets, because a handle for each tensor costs seconds for a large model.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
-import pickle
+import re
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,10 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from prl.transport.buckets import Announce, Assembler, Chunk, checksum, fill, parts_of
+from prl.transport.buckets import Announce, Assembler, Chunk, checksum, fill, parts_of, read_header
 from prl.transport.weights_nccl import BUCKETS
 
-DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the index of the GPU, which each process counts for itself
+# what of a shared bucket one process tells another: arguments of rebuild_cuda_tensor, by its names for them
+NUMBERS = ("storage_size_bytes", "storage_offset_bytes", "ref_counter_offset")
+HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")  # opaque bytes
+MAX_HANDLE = 1024  # bytes
+HEX = re.compile("([0-9a-f]{2})*")
 
 
 def gpu_name(device: torch.device) -> str:
@@ -72,8 +76,8 @@ class IpcPublisher:
         if serves:
             with plain_segments():
                 self.buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(BUCKETS)]
-            handles = [reduce_tensor(bucket)[1] for bucket in self.buckets]
-            store.set(f"handles/{self.name}", base64.b64encode(pickle.dumps(handles)).decode())
+            handles = [handle_of(reduce_tensor(bucket)[1]) for bucket in self.buckets]
+            store.set(f"handles/{self.name}", json.dumps(handles))
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> None:
         """Raises TimeoutError that names the GPU whose engine takes too long."""
@@ -123,7 +127,7 @@ def receive_ipc(update_info: dict[str, Any], device: torch.device) -> Iterator[C
     store, buckets = _map(update_info, device)
     prefix = f"{gpu_name(device)}/{update_info['version']}"
     assembler, number = Assembler(), 1
-    header = json.loads(store.get(f"{prefix}/bucket/{number}"))
+    header = read_header(store.get(f"{prefix}/bucket/{number}"), buckets[0].numel())
     while "end" not in header:
         bucket = buckets[number % BUCKETS]
         if header["checksum"] is not None and (found := checksum(bucket)) != header["checksum"]:
@@ -132,7 +136,7 @@ def receive_ipc(update_info: dict[str, Any], device: torch.device) -> Iterator[C
         torch.cuda.synchronize(device)
         store.set(f"{prefix}/free/{number}", "")
         number += 1
-        header = json.loads(store.get(f"{prefix}/bucket/{number}"))
+        header = read_header(store.get(f"{prefix}/bucket/{number}"), buckets[0].numel())
     store.set(f"{prefix}/received", "")
 
 
@@ -140,12 +144,55 @@ def _map(update_info: dict[str, Any], device: torch.device) -> tuple[dist.Store,
     where = update_info["host"], update_info["port"]
     if where not in _mapped:
         store = dist.TCPStore(*where, is_master=False, timeout=timedelta(seconds=update_info["timeout_s"]))
-        handles = pickle.loads(base64.b64decode(store.get(f"handles/{gpu_name(device)}")))
+        handles = read_handles(store.get(f"handles/{gpu_name(device)}"))
         index = device.index if device.index is not None else torch.cuda.current_device()
-        buckets = [rebuild_cuda_tensor(*at_device(handle, index)) for handle in handles]
+        buckets = [rebuild_cuda_tensor(**arguments_of(handle, index)) for handle in handles]
         _mapped[where] = store, buckets
     return _mapped[where]
 
 
-def at_device(handle: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-    return (*handle[:DEVICE_ARGUMENT], index, *handle[DEVICE_ARGUMENT + 1 :])
+def handle_of(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What another process needs of `reduce_tensor`'s arguments for a flat tensor of bytes, as JSON has it."""
+    named = dict(zip(signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
+    return {
+        **{name: named[name] for name in (*NUMBERS, "event_sync_required")},
+        **{name: named[name].hex() for name in HANDLES},
+    }
+
+
+def read_handles(text: bytes) -> list[dict[str, Any]]:
+    """Two buckets' handles. Raises ValueError for what is none: numbers and bytes, no objects."""
+    try:
+        handles = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the handles of the trainer's buckets are not JSON: {error}") from error
+    if not isinstance(handles, list) or len(handles) != BUCKETS or not all(map(is_handle, handles)):
+        raise ValueError("the trainer's handles are none of buckets")
+    return handles
+
+
+def is_handle(handle: object) -> bool:
+    if not isinstance(handle, dict) or handle.keys() != {*NUMBERS, *HANDLES, "event_sync_required"}:
+        return False
+    numbers, texts = [handle[name] for name in NUMBERS], [handle[name] for name in HANDLES]
+    return (
+        all(type(number) is int and 0 <= number < 1 << 48 for number in numbers)
+        and all(isinstance(text, str) and HEX.fullmatch(text) and len(text) <= 2 * MAX_HANDLE for text in texts)
+        and type(handle["event_sync_required"]) is bool
+    )
+
+
+def arguments_of(handle: dict[str, Any], index: int) -> dict[str, Any]:
+    """Of `rebuild_cuda_tensor`, for a flat tensor of bytes on the GPU that this process counts as `index`."""
+    return {
+        "tensor_cls": Tensor,
+        "tensor_size": (handle["storage_size_bytes"],),
+        "tensor_stride": (1,),
+        "tensor_offset": 0,
+        "storage_cls": torch.storage.TypedStorage,
+        "dtype": torch.uint8,
+        "storage_device": index,
+        "requires_grad": False,
+        **{name: handle[name] for name in (*NUMBERS, "event_sync_required")},
+        **{name: bytes.fromhex(handle[name]) for name in HANDLES},
+    }

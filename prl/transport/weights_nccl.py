@@ -37,7 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prl.transport.buckets import Announce, Assembler, Chunk, Part, checksum, fill, parts_of
+from prl.transport.buckets import Announce, Assembler, Chunk, Part, checksum, fill, parts_of, read_header
+from prl.transport.stores import serve_store
 
 BUCKETS = 2  # one travels while the other is filled
 POLL_S = 0.005
@@ -116,9 +117,7 @@ class NcclPublisher:
         self.beat = beat
         self.address, self.num_receivers, self.device = address, num_receivers, device
         self.timeout_s, self.bucket_bytes, self.verify = timeout_s, bucket_bytes, verify
-        self.store = dist.TCPStore(
-            address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        self.store = serve_store(address, timedelta(seconds=timeout_s))
         self.group: Group | None = None
         self.members: dict[str, str] = {}  # of the group: identity -> name
         self.groups = self.publications = 0  # so far
@@ -353,7 +352,7 @@ def receive_nccl(update_info: dict[str, Any], device: torch.device) -> Iterator[
     _enter(joined, update_info, device)
     buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(BUCKETS)]
     assembler, number = Assembler(), 1
-    header = json.loads(joined.store.get(f"{prefix}/bucket/{number}"))
+    header = read_header(joined.store.get(f"{prefix}/bucket/{number}"), bucket_bytes)
     while "end" not in header:
         bucket = buckets[number % BUCKETS]
         _take(joined, update_info, bucket)
@@ -362,7 +361,7 @@ def receive_nccl(update_info: dict[str, Any], device: torch.device) -> Iterator[
             raise ValueError(f"bucket {number} of version {version} is damaged: sum {found}, sent as {sent}")
         yield assembler.take(bucket, header["parts"])
         number += 1
-        header = json.loads(joined.store.get(f"{prefix}/bucket/{number}"))
+        header = read_header(joined.store.get(f"{prefix}/bucket/{number}"), bucket_bytes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     joined.done.set()

@@ -7,10 +7,13 @@ update_info, and is answered by the version's bytes. How long an engine may take
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import secrets
 import socket
 import socketserver
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,8 +22,11 @@ from torch import Tensor
 
 from prl.transport.buckets import Announce
 from prl.transport.flat import layout_of, tensor_at
+from prl.transport.stores import family_of
 
 KEY_BYTES = 32
+KEY_S = 10.0  # until it must have come
+MAX_STRANGERS = 512  # connections whose key has not
 CHUNK_BYTES = 1 << 24
 
 
@@ -30,14 +36,21 @@ class Handler(socketserver.BaseRequestHandler):
     server: WeightServer
 
     def handle(self) -> None:
-        self.request.settimeout(self.server.timeout_s)
+        if not self.server.strangers.acquire(blocking=False):
+            return  # too many who have shown no key yet
         try:
-            key = read_exactly(self.request, bytearray(KEY_BYTES))
-            data = self.server.versions.get(bytes(key))
-            if data is not None:  # else it is of no version that is still held: the engine sees the end at once
-                self.request.sendall(data)
+            # an engine sends its key in one piece
+            key = read_exactly(self.request, bytearray(KEY_BYTES), within_s=min(KEY_S, self.server.timeout_s))
         except OSError:
             return  # the engine reports it
+        finally:
+            self.server.strangers.release()
+        data = self.server.version_of(bytes(key))
+        if data is None:  # it is of no version that is still held: the engine sees the end at once
+            return
+        self.request.settimeout(self.server.timeout_s)
+        with contextlib.suppress(OSError):
+            self.request.sendall(data)
 
 
 class WeightServer(socketserver.ThreadingTCPServer):
@@ -45,9 +58,14 @@ class WeightServer(socketserver.ThreadingTCPServer):
     request_queue_size = 1024
 
     def __init__(self, address: str, timeout_s: float) -> None:
+        self.address_family = family_of(address)
         super().__init__((address, 0), Handler)
         self.timeout_s = timeout_s
         self.versions: dict[bytes, bytearray] = {}  # key -> bytes
+        self.strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+
+    def version_of(self, key: bytes) -> bytearray | None:
+        return next((data for known, data in self.versions.items() if hmac.compare_digest(known, key)), None)
 
 
 class TcpPublisher:
@@ -102,10 +120,17 @@ def receive_tcp(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str
         yield name, tensor_at(buffer, *place)
 
 
-def read_exactly(connection: socket.socket, buffer: bytearray) -> bytearray:
-    """Fill the buffer. Raises ConnectionError when the other side ends before."""
-    view = memoryview(buffer)
+def read_exactly(connection: socket.socket, buffer: bytearray, within_s: float | None = None) -> bytearray:
+    """Fill the buffer. Raises ConnectionError when the other side ends before, TimeoutError when all of it has not come
+    within so many seconds (None: as the connection's own time-out has it, from one piece to the next).
+    """
+    view, began = memoryview(buffer), time.monotonic()
     while view:
+        if within_s is not None:
+            left_s = began + within_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"{len(view)} of {len(buffer)} bytes had not come after {within_s:g} s")
+            connection.settimeout(left_s)
         count = connection.recv_into(view, min(len(view), CHUNK_BYTES))
         if count == 0:
             raise ConnectionError(f"the other side ended with {len(view)} of {len(buffer)} bytes missing")

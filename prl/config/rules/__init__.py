@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from prl.config.availability import not_available
 from prl.config.errors import UserError
-from prl.config.rules import bench, concurrency, deployment, engines, memory, model, parallelism, rl, router, sft, vllm
+from prl.config.rules import (
+    bench,
+    concurrency,
+    deployment,
+    effects,
+    engines,
+    memory,
+    model,
+    names,
+    parallelism,
+    rl,
+    router,
+    sft,
+    vllm,
+)
 from prl.config.rules.rule import Rule
 from prl.config.schema import RunConfig
 from prl.config.world import has_trainers
 
 COMMON_RULES: tuple[Rule, ...] = (
+    names.names_stay_in_their_directory,
     model.card_is_complete,
     model.random_model_names_its_tokenizer,
+    model.vocabulary_holds_the_tokens,
+    model.stop_tokens_exist,
+    rl.every_server_has_a_port,
     model.engine_knows_the_model,
     deployment.gpus_suffice,
+    deployment.gpu_ids_fit,
+    deployment.sbatch_lines_are_options,
+    bench.there_is_a_benchmark,
+    effects.keys_take_effect,
     rl.there_is_an_engine,
-    rl.open_servers_have_a_key,
     vllm.vllm_keys_take_effect,
     vllm.sleeping_fits_the_engine,
     vllm.routed_experts_are_cached,
@@ -63,6 +84,8 @@ RL_RULES: tuple[Rule, ...] = (
     rl.a_rollout_fits_a_row,
     rl.overlong_buffer_fits,
     rl.pass_at_k_needs_sampling,
+    rl.sampling_leaves_a_choice,
+    vllm.vllm_says_what_it_kept,
     rl.experts_to_return,
     rl.shared_memory_needs_one_node,
     rl.adapters_travel_alone,

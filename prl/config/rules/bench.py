@@ -9,6 +9,16 @@ from prl.config.schema import MemoryConfig, RunConfig
 from prl.config.world import resolve_world
 
 
+def there_is_a_benchmark(config: RunConfig) -> Iterator[UserError]:
+    if config.job == "bench" and config.bench is None:
+        yield UserError(
+            "There is nothing to measure.",
+            where="job=bench, bench=null",
+            why="job is what the command says: python -m prl.bench",
+            fix="job=rl",
+        )
+
+
 def documents_fit_the_row(config: RunConfig) -> Iterator[UserError]:
     assert config.bench is not None
     doc_len = config.bench.doc_len

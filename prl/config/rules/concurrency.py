@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.schema import ConcurrencyConfig, RunConfig
 
@@ -12,11 +13,11 @@ KEY = "inference.concurrency"
 
 
 def adaptive_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
-    concurrency, usual = config.inference.concurrency, ConcurrencyConfig()
+    concurrency = config.inference.concurrency
     if concurrency.mode == "adaptive":
         return
     for name in ADAPTIVE_KEYS:
-        if getattr(concurrency, name) != getattr(usual, name):
+        if said_by_user(config, f"{KEY}.{name}"):
             yield UserError(
                 f"{KEY}.{name} has no effect.",
                 where=f"{KEY}.mode=fixed, {KEY}.{name}={getattr(concurrency, name)}",

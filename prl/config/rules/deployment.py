@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.keys import as_override
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_trainers, resolve_world
+from prl.config.world import gpu_ids, has_engines, has_trainers, infer_devices, resolve_world, spans_nodes
 
 
 def gpus_suffice(config: RunConfig) -> Iterator[UserError]:
@@ -23,6 +25,44 @@ def gpus_suffice(config: RunConfig) -> Iterator[UserError]:
             where=f"deployment.gpus_per_node={deployment.gpus_per_node}",
             why=f"{train} for training and {infer} for inference, which share the GPUs of one node",
             fix=f"deployment.gpus_per_node={needed}, deployment=disaggregated, or less, as with parallelism=single",
+        )
+
+
+def gpu_ids_fit(config: RunConfig) -> Iterator[UserError]:
+    """Each process has one of its own among those named for its kind; trainer and engines share only to take turns."""
+    deployment = config.deployment
+    if spans_nodes(config):
+        return
+    infer, train = gpu_ids(config)
+    engines = infer_devices(config) if has_engines(config) else 0
+    ranks = resolve_world(config).size if has_trainers(config) else 0
+    for key, given, needed in (
+        ("infer_gpu_ids", deployment.infer_gpu_ids, engines),
+        ("train_gpu_ids", deployment.train_gpu_ids, ranks),
+    ):
+        if given is None or not needed:
+            continue
+        right = f"deployment.{key}=null, or {needed} different numbers"
+        if len(given) != needed or len(set(given)) != len(given):
+            said = f"deployment.{key}={as_override(given)}"
+            yield UserError(
+                f"{said} does not name {needed} devices.", where=said, why="one for each process", fix=right
+            )
+            return
+    if deployment.type == "colocated" and not set(infer) <= set(train):
+        yield UserError(
+            "Engines would have devices that the trainer has not.",
+            where=f"deployment.infer_gpu_ids={as_override(tuple(infer))}, deployment.type=colocated",
+            why=f"they take turns on the trainer's own, {as_override(tuple(train))}",
+            fix="deployment.infer_gpu_ids=null, or deployment=disaggregated",
+        )
+    if deployment.type == "disaggregated" and set(infer) & set(train):
+        yield UserError(
+            "Engines and trainer would be on the same devices.",
+            where=f"deployment.infer_gpu_ids={as_override(tuple(infer))}, "
+            f"deployment.train_gpu_ids={as_override(tuple(train))}",
+            why="deployment.type=disaggregated gives each its own",
+            fix="deployment.train_gpu_ids=null, or deployment=colocated",
         )
 
 
@@ -53,4 +93,22 @@ def fsdp_groups_need_nodes(config: RunConfig) -> Iterator[UserError]:
             f"deployment.nodes_per_fsdp_group={group}, deployment.num_train_nodes={deployment.num_train_nodes}",
             why="nodes_per_fsdp_group sets dp_replicate to num_train_nodes / nodes_per_fsdp_group",
             fix=f"parallelism.dp_replicate={replicas}, or deployment.nodes_per_fsdp_group=null",
+        )
+
+
+def sbatch_lines_are_options(config: RunConfig) -> Iterator[UserError]:
+    """`slurm.sbatch` adds to what the launcher asks for; the array is the launcher's."""
+    lines = config.slurm.sbatch or ()
+    for line in lines:
+        word = re.split(r"[=\s]", line, maxsplit=1)[0]
+        if word.startswith("-") and word not in ("--array", "-a"):
+            continue
+        others = [other for other in lines if other != line]
+        yield UserError(
+            f"{line!r} cannot be a line of slurm.sbatch.",
+            where=f"slurm.sbatch={as_override(list(lines))}",
+            why="the launcher makes the arrays: one element for each point"
+            if word.startswith("-")
+            else "each line is one option as sbatch takes it, and the script puts #SBATCH before it",
+            fix=f"slurm.sbatch={as_override(others) if others else 'null'}",
         )

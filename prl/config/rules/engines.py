@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from prl.config.engines import EngineGroup, engine_groups
@@ -36,7 +37,7 @@ def _group_fits(config: RunConfig, group: EngineGroup, first: int) -> Iterator[U
             f"{who} of {width} devices do not fill {group.devices}.",
             where=where,
             why="each engine takes tp * dp devices",
-            fix=f"{_device_key(config)}={-(-group.devices // width) * width}, or inference.tp=1 inference.dp=1",
+            fix=f"{_more_devices(config, width)}, or inference.tp=1 inference.dp=1",
         )
     if not spans_nodes(config):
         return
@@ -56,8 +57,14 @@ def _group_fits(config: RunConfig, group: EngineGroup, first: int) -> Iterator[U
         )
 
 
-def _device_key(config: RunConfig) -> str:
-    return "deployment.gpus_per_node" if config.deployment.type == "multi_node" else "deployment.num_infer_gpus"
+def _more_devices(config: RunConfig, width: int) -> str:
+    """The least number of inference devices, or of nodes, that engines of `width` devices fill."""
+    deployment = config.deployment
+    devices = infer_devices(config)
+    if deployment.type == "multi_node":
+        whole = width // math.gcd(width, deployment.gpus_per_node)
+        return f"deployment.num_infer_nodes={-(-deployment.num_infer_nodes // whole) * whole}"
+    return f"deployment.num_infer_gpus={-(-devices // width) * width}"
 
 
 def ranks_are_served_apart_only_with_experts(config: RunConfig) -> Iterator[UserError]:
@@ -96,7 +103,7 @@ def experts_can_be_spread(config: RunConfig) -> Iterator[UserError]:
                 f"{card.num_experts} experts do not divide over {group.width} devices.",
                 where=f"inference.tp={group.tp}, inference.dp={group.dp}",
                 why="each device of an engine holds the same number of experts",
-                fix=f"a tp * dp that divides {card.num_experts}",
+                fix=f"inference.expert_parallel=false, or a tp * dp that divides {card.num_experts}",
             )
     pd = inference.pd
     backends = [inference.all2all_backend, pd.prefill.all2all_backend, pd.decode.all2all_backend]

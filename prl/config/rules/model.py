@@ -20,20 +20,39 @@ def card_is_complete(config: RunConfig) -> Iterator[UserError]:
             fix=f"model.card.num_key_value_heads={next_divisor(card.num_key_value_heads, card.num_attention_heads)}",
         )
     if card.family == "qwen3_moe":
-        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        sizes = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": card.hidden_size}
+        for key, usual in sizes.items():
             if getattr(card, key) == 0:
                 yield UserError(
                     f"A qwen3_moe card needs {key}.",
                     where=f"model.card.{key}=0",
                     why="the architecture is a mixture of experts",
-                    fix=f"model.card.{key}=N, or model.card.family=qwen3",
+                    fix=f"model.card.{key}={usual}, or model=tiny_qwen3",
                 )
-    if card.family == "qwen3" and card.intermediate_size == 0:
+    if card.mlp_only_layers and (
+        card.num_experts == 0 or not card.sparse_layers or max(card.mlp_only_layers) >= card.num_hidden_layers
+    ):
         yield UserError(
-            "A qwen3 card needs intermediate_size.",
-            where="model.card.intermediate_size=0",
-            why="a dense model has one MLP in each layer",
+            "The layers without experts are not some of the layers of a mixture of experts.",
+            where=f"model.card.mlp_only_layers={list(card.mlp_only_layers)}, {card.num_experts} experts, "
+            f"{card.num_hidden_layers} layers",
+            why="they are counted from 0, and at least one layer must have experts",
+            fix="model.card.mlp_only_layers=[]",
+        )
+    dense = card.family == "qwen3" or (card.family == "qwen3_moe" and card.mlp_only_layers)
+    if dense and card.intermediate_size == 0:
+        yield UserError(
+            f"A {card.family} card with dense layers needs intermediate_size.",
+            where=f"model.card.intermediate_size=0, model.card.mlp_only_layers={list(card.mlp_only_layers)}",
+            why="a dense layer has one MLP",
             fix=f"model.card.intermediate_size={2 * card.hidden_size}",
+        )
+    if card.head_dim % 2:
+        yield UserError(
+            f"Heads of {card.head_dim} cannot be rotated.",
+            where=f"model.card.head_dim={card.head_dim}",
+            why="rotary embeddings turn pairs of a head's dimensions",
+            fix=f"model.card.head_dim={card.head_dim + 1}",
         )
     if card.num_experts_per_tok > card.num_experts:
         yield UserError(
@@ -51,6 +70,32 @@ def random_model_names_its_tokenizer(config: RunConfig) -> Iterator[UserError]:
             where="model.path=null, model.tokenizer=null",
             why="without a path there is no directory to take a tokenizer from",
             fix="model.tokenizer=byte",
+        )
+
+
+BYTE_TOKENS = 262  # 256 bytes and six special tokens
+
+
+def vocabulary_holds_the_tokens(config: RunConfig) -> Iterator[UserError]:
+    card = config.model.card
+    if config.model.path is None and config.model.tokenizer == "byte" and card.vocab_size < BYTE_TOKENS:
+        yield UserError(
+            f"A vocabulary of {card.vocab_size} cannot hold the byte tokenizer's {BYTE_TOKENS} tokens.",
+            where=f"model.card.vocab_size={card.vocab_size}, model.tokenizer=byte",
+            why="each token has a row of the embedding",
+            fix=f"model.card.vocab_size={BYTE_TOKENS + 2}",
+        )
+
+
+def stop_tokens_exist(config: RunConfig) -> Iterator[UserError]:
+    vocab, stops = config.model.card.vocab_size, config.inference.sampling.stop_token_ids
+    if any(token >= vocab for token in stops):
+        known = [token for token in stops if token < vocab]
+        yield UserError(
+            f"There is no token {max(stops)} to stop at.",
+            where=f"inference.sampling.stop_token_ids=[{','.join(map(str, stops))}], model.card.vocab_size={vocab}",
+            why="tokens are counted from 0",
+            fix=f"inference.sampling.stop_token_ids=[{','.join(map(str, known))}]",
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from prl.config.errors import UserError
+from prl.config.keys import as_override
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import ParallelismConfig, RunConfig
-from prl.config.world import requested_devices, resolve_world, spans_nodes
+from prl.config.world import closest, divisors, requested_devices, resolve_world, spans_nodes
 
 
 def ep_divides_experts(config: RunConfig) -> Iterator[UserError]:
@@ -27,7 +27,7 @@ def ep_divides_experts(config: RunConfig) -> Iterator[UserError]:
             f"{card.num_experts} experts cannot be spread evenly over {ep} ranks.",
             where=f"parallelism.ep={ep}, model.card.num_experts={card.num_experts}",
             why="ep must divide num_experts",
-            fix=f"parallelism.ep={next_divisor(ep, card.num_experts)}",
+            fix=f"parallelism.ep={fitting_ep(config)}",
         )
 
 
@@ -38,15 +38,34 @@ def ep_fits_the_fsdp_island(config: RunConfig) -> Iterator[UserError]:
             f"An expert group of {world.ep} ranks cannot hold whole context groups of {world.cp}.",
             where=f"parallelism.ep={world.ep}, parallelism.cp={world.cp}",
             why="ep spans cp and a part of dp_shard, so it must be a multiple of cp",
-            fix=f"parallelism.ep={world.cp * max(1, world.ep // world.cp)}",
+            fix=f"parallelism.ep={fitting_ep(config)}",
         )
     elif world.fsdp_island % world.ep:
         yield UserError(
             f"An FSDP island of {world.fsdp_island} ranks cannot be cut into expert groups of {world.ep}.",
             where=f"parallelism.ep={world.ep}, parallelism.dp_shard={world.dp_shard}, parallelism.cp={world.cp}",
             why="ep must divide dp_shard * cp",
-            fix="parallelism.dp_shard=auto deployment.num_train_gpus=auto",
+            fix=f"parallelism.ep={fitting_ep(config)}"
+            + (
+                ""
+                if config.deployment.type == "multi_node"
+                else ", or parallelism.dp_shard=auto deployment.num_train_gpus=auto"
+            ),
         )
+
+
+def fitting_ep(config: RunConfig) -> int:
+    """The size of expert groups next to the one asked for that divides the experts, holds whole context groups and,
+    where the devices are given, fills the FSDP island.
+    """
+    world, devices = resolve_world(config), requested_devices(config)
+    fixed = devices is not None or config.parallelism.dp_shard != "auto"
+    fits = [
+        ep
+        for ep in divisors(config.model.card.num_experts)
+        if ep % world.cp == 0 and (not fixed or world.fsdp_island % ep == 0)
+    ]
+    return closest(world.ep, fits) if fits else 1
 
 
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128)  # expert groups for which every DeepEP 1.x has kernel settings
@@ -90,8 +109,7 @@ def deepep_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
                 f"Nothing reads {key}.",
                 where=f"parallelism.{key}={value}, parallelism.ep_comm_backend={parallelism.ep_comm_backend}",
                 why="it is a key of DeepEP's",
-                fix=f"parallelism.{key}={'null' if getattr(usual, key) is None else getattr(usual, key)}, "
-                "or parallelism.ep_comm_backend=deepep",
+                fix=f"parallelism.{key}={as_override(getattr(usual, key))}",
             )
 
 
@@ -110,6 +128,7 @@ def pieces_travel(config: RunConfig) -> Iterator[UserError]:
 
 
 def deepep_can_run(config: RunConfig) -> Iterator[UserError]:
+    """Whether it is installed is asked where the job starts: the machine that plans it may have no GPU."""
     if config.parallelism.ep_comm_backend != "deepep":
         return
     if config.deployment.device == "cpu":
@@ -126,21 +145,13 @@ def deepep_can_run(config: RunConfig) -> Iterator[UserError]:
             why="its training kernels move rows of bfloat16",
             fix="model.dtype=bfloat16, or parallelism.ep_comm_backend=torch",
         )
-    if find_spec("deep_ep") is None:
-        yield UserError(
-            "DeepEP is not installed.",
-            where="parallelism.ep_comm_backend=deepep",
-            why="the Python package deep_ep is not there; it is built from source, for Hopper or newer GPUs that see "
-            "each other over NVLink, and between nodes with NVSHMEM over RDMA",
-            fix="parallelism.ep_comm_backend=torch, or: pip install nvidia-nvshmem-cu13, then "
-            "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1",
-        )
 
 
 def ulysses_divides_heads(config: RunConfig) -> Iterator[UserError]:
     cp, card = config.parallelism.cp, config.model.card
     if cp > 1 and config.parallelism.cp_style == "ulysses" and card.num_attention_heads % cp:
-        ring = " or parallelism.cp_style=ring" if "ring" in card.cp_styles else ""
+        rows = "" if config.seq_len % (2 * cp) == 0 else f" seq_len={-(-config.seq_len // (2 * cp)) * 2 * cp}"
+        ring = f" or parallelism.cp_style=ring{rows}" if "ring" in card.cp_styles else ""
         yield UserError(
             f"Ulysses cannot give {card.num_attention_heads} attention heads to {cp} ranks evenly.",
             where=f"parallelism.cp={cp}, model.card.num_attention_heads={card.num_attention_heads}",
@@ -162,7 +173,8 @@ def model_knows_cp_style(config: RunConfig) -> Iterator[UserError]:
 
 def cp_divides_rows(config: RunConfig) -> Iterator[UserError]:
     cp = config.parallelism.cp
-    if cp > 1 and config.seq_len % (2 * cp):
+    spread = config.parallelism.cp_style == "ring" or config.model.card.num_attention_heads % cp == 0
+    if cp > 1 and spread and config.seq_len % (2 * cp):
         yield UserError(
             f"A packed row of {config.seq_len} tokens cannot be split over {cp} ranks.",
             where=f"seq_len={config.seq_len}, parallelism.cp={cp}",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prl.config.engines import most_on_a_node
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, resolve_world, spans_nodes
+from prl.config.world import has_engines, has_router, infer_devices, resolve_world, spans_nodes
 
+LAST_PORT = 65535
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,14 +37,18 @@ def colocated_engines_have_a_trainer(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def open_servers_have_a_key(config: RunConfig) -> Iterator[UserError]:
-    inference = config.inference
-    if config.job == "inference" and inference.host not in LOOPBACK_HOSTS and inference.api_key_var is None:
+def every_server_has_a_port(config: RunConfig) -> Iterator[UserError]:
+    """Servers of one node count up from inference.port."""
+    port = config.inference.port
+    if port == 0 or not has_engines(config) or has_router(config):
+        return
+    most = most_on_a_node(config)
+    if port + most - 1 > LAST_PORT:
         yield UserError(
-            "Anybody who reaches this machine could use the server.",
-            where=f"inference.host={inference.host}, inference.api_key_var=null",
-            why="beyond loopback an API key is required",
-            fix="inference.api_key_var=PRL_API_KEY",
+            f"{most} engines on one node do not find a port each from {port} on.",
+            where=f"inference.port={port}, {infer_devices(config)} inference devices, tp={config.inference.tp}",
+            why=f"they count up from inference.port, and the last port is {LAST_PORT}",
+            fix=f"inference.port={LAST_PORT - most + 1}, or inference.port=0",
         )
 
 
@@ -134,15 +140,27 @@ def overlong_buffer_fits(config: RunConfig) -> Iterator[UserError]:
 
 
 def pass_at_k_needs_sampling(config: RunConfig) -> Iterator[UserError]:
-    temperature = config.eval.temperature
-    if temperature is None:
-        temperature = config.inference.sampling.temperature
-    if config.eval.k > 1 and temperature == 0:
+    sampling = config.eval.sampling(config.inference.sampling)
+    if config.eval.k > 1 and sampling.only_the_best:
         yield UserError(
             f"Greedy evaluation gives the same text {config.eval.k} times.",
-            where=f"eval.k={config.eval.k}, eval.temperature={config.eval.temperature}",
+            where=f"eval.k={config.eval.k}, eval.temperature={config.eval.temperature}, "
+            f"eval.top_k={config.eval.top_k}, eval.min_p={config.eval.min_p}",
             why="pass@k needs different samples of one task",
-            fix="eval.temperature=1.0, or eval.k=1",
+            fix="eval.temperature=1.0 eval.top_k=0 eval.min_p=0, or eval.k=1",
+        )
+
+
+def sampling_leaves_a_choice(config: RunConfig) -> Iterator[UserError]:
+    sampling = config.inference.sampling
+    if sampling.only_the_best:
+        yield UserError(
+            "Training would sample the best token alone, and learn nothing.",
+            where=f"inference.sampling.temperature={sampling.temperature:g}, "
+            f"inference.sampling.top_k={sampling.top_k}, inference.sampling.min_p={sampling.min_p:g}",
+            why="the one token that can be drawn has probability 1, whatever the weights",
+            fix="inference.sampling.temperature=1.0 inference.sampling.top_k=0 inference.sampling.min_p=0; evaluations "
+            "have eval.temperature, eval.top_k and eval.min_p",
         )
 
 

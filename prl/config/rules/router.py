@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.schema import RouterConfig, RunConfig
 from prl.config.world import has_engines
@@ -16,7 +17,7 @@ def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
     router, usual = config.inference.router, RouterConfig()
     if router.type in ("none", "url"):
         for key in POLICY_KEYS:
-            if getattr(router, key) != getattr(usual, key):
+            if said_by_user(config, f"inference.router.{key}"):
                 yield UserError(
                     f"inference.router.{key} has no effect.",
                     where=f"inference.router.type={router.type}, inference.router.{key}={getattr(router, key)}",
@@ -25,7 +26,7 @@ def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
                 )
     if router.policy == "round_robin":
         for key in POLICY_KEYS[1:]:
-            if getattr(router, key) != getattr(usual, key):
+            if said_by_user(config, f"inference.router.{key}"):
                 yield UserError(
                     f"inference.router.{key} has no effect.",
                     where=f"inference.router.policy=round_robin, inference.router.{key}={getattr(router, key)}",
@@ -38,14 +39,14 @@ def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
             "Nobody would send anything to the router.",
             where=f"inference.router.type={router.type}, job={config.job}",
             why="this job has no HTTP servers" if unserved else "it has no orchestrator, whose requests go to the URL",
-            fix="inference.router.type=none",
+            fix="inference.router.type=none" + ("" if router.url is None else " inference.router.url=null"),
         )
 
 
 def router_has_its_url(config: RunConfig) -> Iterator[UserError]:
     router = config.inference.router
     if router.type != "url":
-        if router.url is not None:
+        if said_by_user(config, "inference.router.url"):
             yield UserError(
                 "inference.router.url has no effect.",
                 where=f"inference.router.type={router.type}, inference.router.url={router.url}",

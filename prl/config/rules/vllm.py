@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prl.config.chosen import said_by_user
+from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.errors import UserError
+from prl.config.keys import as_override
 from prl.config.schema import Group, InferenceConfig, RunConfig
 
 # arguments of `vllm serve` that have a key of their own, and that key
@@ -34,6 +37,7 @@ OWN_KEYS = {
 # arguments without which a run does not work, or whose work the run does itself
 OF_THE_RUN = (
     *("weight_transfer_config", "logprobs_mode", "enable_scale_out", "enable_server_load_tracking"),
+    "enable_prompt_tokens_details",
     *("uds", "config", "headless", "grpc", "api_server_count", "nnodes", "node_rank", "master_addr", "master_port"),
     *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank"),
     *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_multi_port_external_lb"),
@@ -52,18 +56,26 @@ def vllm_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
     usual = InferenceConfig()
     for key in OF_VLLM:
         value, default = getattr(inference, key), getattr(usual, key)
-        if value != default:
+        # what a site says for its vLLM binds no other engine; where engines lie follows from the others in any case
+        said = said_by_user(config, f"inference.{key}") if key in ("env", "vllm") else value != default
+        if said:
             shown = value.model_dump(exclude_defaults=True) if isinstance(value, Group) else value
+            remedy = f"inference.{key}={as_override(default)}, or inference=vllm"
+            if key == "deep_gemm":
+                remedy += " inference.quantization=fp8"
+            elif isinstance(value, Group | dict):
+                remedy = f"inference=vllm, or leave inference.{key} out"
             yield UserError(
                 f"inference.{key} has no effect.",
                 where=f"inference.engine={inference.engine}, inference.{key}={shown}",
                 why="the built-in engine sits on one device and has no arguments of vLLM",
-                fix=f"inference=vllm, or leave inference.{key} out",
+                fix=remedy,
             )
 
 
 def sleeping_fits_the_engine(config: RunConfig) -> Iterator[UserError]:
-    if config.inference.sleep_level == 0 and config.inference.engine != "vllm":
+    colocated = config.deployment.type == "colocated"  # others never sleep
+    if colocated and config.inference.sleep_level == 0 and config.inference.engine != "vllm":
         yield UserError(
             "The built-in engine hands its memory over when it sleeps.",
             where="inference.sleep_level=0, inference.engine=torch",
@@ -80,6 +92,35 @@ def routed_experts_are_cached(config: RunConfig) -> Iterator[UserError]:
             why="it keeps them block by block under the keys of that cache",
             fix="inference.prefix_caching=true, or inference=torch",
         )
+
+
+def vllm_says_what_it_kept(config: RunConfig) -> Iterator[UserError]:
+    """Training under truncated sampling: vLLM names at most so many of the tokens that could be drawn."""
+    inference, sampling = config.inference, config.inference.sampling
+    if inference.engine != "vllm" or not learns_truncated(config):
+        return
+    if sampling.top_k == 0:
+        yield UserError(
+            "vLLM cannot say which tokens it could have drawn, unless they are few.",
+            where=f"inference.engine=vllm, inference.sampling.top_p={sampling.top_p}, "
+            f"inference.sampling.min_p={sampling.min_p}, inference.sampling.top_k=0",
+            why="training renormalises over the tokens that were kept, and vLLM names the top_k most probable ones",
+            fix=f"inference.sampling.top_k={min(128, config.model.card.vocab_size)}, or inference=torch, or, with "
+            "eval.top_p and eval.min_p for evaluations, inference.sampling.top_p=1 inference.sampling.min_p=0",
+        )
+        return
+    for group in engine_groups(config):
+        allowed = vllm_arguments_of(config, group.kind).get("max_logprobs", -1)
+        needed = logprobs_of_kept(config)
+        own = "max_logprobs" in group.own.vllm
+        key = f"inference.{f'pd.{group.kind}.' if own else ''}vllm.max_logprobs"
+        if isinstance(allowed, int) and 0 <= allowed < needed:
+            yield UserError(
+                f"vLLM may name {allowed} tokens, of {needed} that it may have kept.",
+                where=f"{key}={allowed}, inference.sampling.top_k={sampling.top_k}",
+                why="training renormalises over the tokens that were kept; equally probable ones may come to top_k",
+                fix=f"{key}={needed}, or leave it out",
+            )
 
 
 def vllm_arguments_are_free(config: RunConfig) -> Iterator[UserError]:

@@ -16,7 +16,6 @@ import signal
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,9 +26,12 @@ import aiohttp
 from aiohttp import web
 
 from prl.config import compose
+from prl.config.console import shield_console
 from prl.config.schema import RouterConfig
+from prl.inference.guard import Doors
 from prl.inference.router import vllm_router
 from prl.inference.router.proxy import Router
+from prl.runtime.python_path import python_command, python_path
 
 ROUTE = "/inference/v1/generate"
 ANSWER = {"choices": [{"token_ids": list(range(64)), "finish_reason": "length"}]}
@@ -39,6 +41,7 @@ ENGINE_BLOCK = 8  # tokens; of the built-in engine
 
 
 def main() -> None:
+    shield_console()
     parser = argparse.ArgumentParser(prog="prl router bench", description=__doc__)
     parser.add_argument("what", choices=["overhead", "prefix"])
     what = parser.parse_args().what
@@ -117,7 +120,7 @@ def _upstream(listening: socket.socket) -> None:
 
 
 def _builtin(listening: socket.socket, upstreams: list[str]) -> None:
-    app = Router(RouterConfig(), {str(i): url for i, url in enumerate(upstreams)}, "key", []).app()
+    app = Router(RouterConfig(), {str(i): url for i, url in enumerate(upstreams)}, "key", Doors(None)).app()
     web.run_app(app, sock=listening, access_log=None, print=None, handle_signals=False, handler_cancellation=True)
 
 
@@ -181,8 +184,8 @@ def _engines(kind: str, policy: str, directory: Path) -> Iterator[str]:
     arguments = [f"inference.router.type={kind}", f"inference.router.policy={policy}", f"output_dir={directory}/run"]
     arguments += ["deployment.num_infer_gpus=2", "deployment.device=cpu", "debug.num_threads=1"]
     arguments += ["inference.api_key_var=PRL_BENCH_KEY", "inference.max_model_len=1024", "logging.progress=plain"]
-    environment = {**os.environ, "PRL_BENCH_KEY": "bench"}
-    command = [sys.executable, "-m", "prl.inference", *arguments]
+    environment = {**os.environ, "PYTHONPATH": python_path(), "PRL_BENCH_KEY": "bench"}
+    command = python_command("prl.inference", *arguments)
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

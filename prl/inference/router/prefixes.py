@@ -9,7 +9,7 @@ from typing import Any
 
 BLOCK_TOKENS = 16  # vLLM's KV block; the built-in engine's is 8
 BLOCK_CHARS = 4 * BLOCK_TOKENS  # a token of English is about four characters
-CAPACITY = 1 << 18  # blocks remembered: prompts of 4 million tokens, some 50 MB
+CAPACITY = 1 << 18  # blocks remembered: prompts of 4 million tokens, some 40 MB
 
 Key = int
 
@@ -58,29 +58,30 @@ class PrefixTable:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
-        self.seen: OrderedDict[Key, set[int]] = OrderedDict()
+        self.seen: OrderedDict[Key, int] = OrderedDict()  # bit r: replica r has seen it; 150 bytes, with a set 360
 
     def match(self, keys: Sequence[Key], among: Iterable[int]) -> tuple[int, set[int]]:
         """The number of leading keys that some replica of `among` has seen all of, and who has; (0, none) if nobody."""
-        holders, count = set(among), 0
+        among = set(among)
+        holders, count = sum(1 << replica for replica in among), 0
         for key in keys:
-            still = holders & self.seen.get(key, set())
+            still = holders & self.seen.get(key, 0)
             if not still:
                 break
             holders, count = still, count + 1
-        return (count, holders) if count else (0, set())
+        return (count, {replica for replica in among if holders >> replica & 1}) if count else (0, set())
 
     def record(self, keys: Sequence[Key], replica: int) -> None:
         """The replica has seen these keys now."""
         for key in reversed(keys):  # so that a prefix outlives what only extends it
-            self.seen.setdefault(key, set()).add(replica)
+            self.seen[key] = self.seen.get(key, 0) | 1 << replica
             self.seen.move_to_end(key)
         while len(self.seen) > self.capacity:
             self.seen.popitem(last=False)
 
     def forget(self, replica: int) -> None:
         """The replica's cache is gone."""
-        for key in [key for key, holders in self.seen.items() if replica in holders]:
-            self.seen[key].discard(replica)
+        for key in [key for key, holders in self.seen.items() if holders >> replica & 1]:
+            self.seen[key] &= ~(1 << replica)
             if not self.seen[key]:
                 del self.seen[key]

@@ -12,14 +12,16 @@ from aiohttp import web
 
 from prl.config.engines import EngineKind
 from prl.config.schema import RouterConfig
-from prl.inference.guard import refusal
+from prl.inference.bounds import CONTROL_BODY, parse_json
+from prl.inference.errors import ENGINE_DIED, error_body
+from prl.inference.guard import GENERATING_ROUTES, OPEN_ROUTES, Doors, refusal
 from prl.inference.router.metrics import prometheus_text
 from prl.inference.router.policy import Policy
 from prl.inference.router.prefill import decode_body, prefill_body
 from prl.inference.router.prefixes import prompt_keys
 from prl.inference.router.replicas import HealthChecks, Replica
+from prl.transport.serving import read_body
 
-GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
 MODELS_ROUTE = "/v1/models"
 # one engine would obey and the others not
 CONTROL_ROUTES = (
@@ -31,12 +33,16 @@ HOP_BY_HOP = {
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
     *("transfer-encoding", "upgrade", "content-length", "host", "authorization", "expect"),
 }
-MAX_BODY_BYTES = 1 << 30  # as the engines
+MAX_DEATHS = 2  # of replicas that had a request: then it may be the request, and no other replica gets it
 IDLE_CONNECTION_S = 2.0  # uvicorn, under vLLM, closes idle connections after 5 s
 
 
 class Unanswered(Exception):
-    """The replica failed before the first byte of its answer: another one may be asked."""
+    """The replica did not take the request, or failed before the first byte of its answer: another one may be asked."""
+
+
+class Died(Unanswered):
+    """The replica went away with the request in its hands, perhaps because of it."""
 
 
 class Router:
@@ -46,7 +52,8 @@ class Router:
         replicas: name -> URL.
         kinds: of each replica; None: all prefill and decode by themselves.
         key: that the engines want.
-        keys: of which clients must bring one; none for an open server.
+        doors: of its clients; it has no control routes.
+        body_limit: bytes of a request.
     """
 
     def __init__(
@@ -54,15 +61,16 @@ class Router:
         config: RouterConfig,
         replicas: dict[str, str],
         key: str,
-        keys: list[bytes],
+        doors: Doors,
         kinds: Sequence[EngineKind] | None = None,
+        body_limit: int = CONTROL_BODY,
     ) -> None:
         self.policy = Policy(config)
         kinds = kinds or ["both"] * len(replicas)
         self.replicas = [Replica(name, url, kind) for (name, url), kind in zip(replicas.items(), kinds, strict=True)]
         self.prefills = "prefill" in kinds
-        self.key, self.keys = key, keys
-        self.retries = 0
+        self.key, self.doors = key, doors
+        self.body_limit, self.retries = body_limit, 0
 
     @property
     def is_healthy(self) -> bool:
@@ -71,7 +79,7 @@ class Router:
         return kinds == {replica.kind for replica in self.replicas if replica.healthy}
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._guard])
         app.router.add_routes([web.post(route, self._generate) for route in GENERATING_ROUTES])
         app.router.add_get(MODELS_ROUTE, self._models)
         app.router.add_get("/health", self._health)
@@ -93,20 +101,26 @@ class Router:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         authorization, origin = request.headers.get("Authorization", ""), request.headers.get("Origin")
-        if reason := refusal(self.keys, request.path, authorization, origin, request.host):
-            return error_response(401, reason, "AuthenticationError")
+        route = (
+            request.path if request.path in OPEN_ROUTES else MODELS_ROUTE
+        )  # there is none here that changes anything
+        if reason := refusal(self.doors, route, authorization, origin, request.host):
+            return error_response(401, reason)
         return await handler(request)
 
     # --- what is passed on --------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        data = await request.read()
         try:
-            body = json.loads(data)
-        except (ValueError, RecursionError):
-            body = None  # an engine will say what is wrong
+            data = await read_body(request, self.body_limit)
+        except web.HTTPException as error:
+            return error_response(error.status, error.text or error.reason)
+        try:
+            body = parse_json(data) if data else None
+        except ValueError as error:
+            return error_response(400, str(error))
         keys = prompt_keys(body) if isinstance(body, dict) else []
-        if not self.prefills or not isinstance(body, dict):
+        if not self.prefills or not isinstance(body, dict):  # an engine will say what is wrong
             return await self._forward(request, data, keys)
         answer = await self._forward(request, json.dumps(prefill_body(body)).encode(), keys, "prefill")
         if answer.status != 200:
@@ -115,7 +129,7 @@ class Router:
         assert isinstance(answer.body, bytes)
         found = json.loads(answer.body).get("kv_transfer_params")
         if not found:
-            return error_response(500, "a prefill engine returned no place of its KV", "InternalServerError")
+            return error_response(500, "a prefill engine returned no place of its KV")
         return await self._forward(request, json.dumps(decode_body(body, found)).encode(), keys)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -126,7 +140,7 @@ class Router:
     ) -> web.StreamResponse:
         """Ask one replica after another until one answers, each at most once; `decode`: or one that does both."""
         tried: set[int] = set()
-        why = "no replica is healthy"
+        why, deaths = "no replica is healthy", 0
         able = {i: r for i, r in enumerate(self.replicas) if (r.kind == "prefill") == (kind == "prefill")}
         while loads := {i: r.in_flight for i, r in able.items() if r.healthy and i not in tried}:
             index = self.policy.choose(keys, loads)
@@ -141,22 +155,27 @@ class Router:
                 replica.failures += 1
                 why = f"{replica.name}: {failure}"
                 self.checks.fail(index, str(failure))
+                deaths += isinstance(failure, Died)
+                if deaths == MAX_DEATHS:
+                    why += f"; {deaths} replicas died with this request, so no other gets it"
+                    break
             finally:
                 replica.in_flight -= 1
-        return error_response(503, why, "ServiceUnavailableError")
+        return error_response(503, why)
 
     async def _exchange(self, request: web.Request, data: bytes, replica: Replica) -> web.StreamResponse:
         """One question, one answer. Raises Unanswered."""
         answer = await self._ask(request, data, replica)
         async with answer:
             if answer.status == 503:
-                raise Unanswered(f"503: {(await answer.text(errors='replace'))[:300]}")
+                text = (await answer.text(errors="replace"))[:300]
+                raise (Died if ENGINE_DIED in text else Unanswered)(f"503: {text}")
             headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
             if answer.content_type != "text/event-stream":
                 try:
                     content = await answer.read()
                 except aiohttp.ClientError as error:
-                    raise Unanswered(f"{type(error).__name__}: {error}") from error
+                    raise Died(f"{type(error).__name__}: {error}") from error
                 return web.Response(status=answer.status, headers=headers, body=content)
             response = web.StreamResponse(status=answer.status, headers=headers)
             await response.prepare(request)
@@ -168,7 +187,8 @@ class Router:
 
     async def _ask(self, request: web.Request, data: bytes, replica: Replica) -> aiohttp.ClientResponse:
         """The head of the answer. A client that hangs up ends the call, and with it what the engine does for it."""
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        kept = ((name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP)
+        headers = {name: value for name, value in kept if value.isascii()}  # others cannot be written as they came
         headers["Authorization"] = f"Bearer {self.key}"
         for name in ("Origin", "Cookie"):  # of no concern to engines, who would take an Origin for a web page
             headers.pop(name, None)
@@ -179,10 +199,12 @@ class Router:
         try:
             await asyncio.wait([call])
             if call.cancelled():
-                raise Unanswered("it is being restarted")
+                raise Died("it is being restarted")
             return call.result()
-        except (aiohttp.ClientError, OSError) as error:
+        except aiohttp.ClientConnectorError as error:
             raise Unanswered(f"{type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Died(f"{type(error).__name__}: {error}") from error
         finally:
             call.cancel()
             replica.waiting.discard(call)
@@ -203,12 +225,9 @@ class Router:
 
     async def _refuse(self, request: web.Request) -> web.Response:
         if request.path in CONTROL_ROUTES:
-            return error_response(
-                403, f"{request.path} is for all engines or one: ask those of GET /workers", "Forbidden"
-            )
-        return error_response(404, f"the router has no {request.method} {request.path}", "NotFoundError")
+            return error_response(403, f"{request.path} is for all engines or one: ask those of GET /workers")
+        return error_response(404, f"the router has no {request.method} {request.path}")
 
 
-def error_response(status: int, message: str, kind: str) -> web.Response:
-    """In the engines' form."""
-    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
+def error_response(status: int, message: str) -> web.Response:
+    return web.json_response(error_body(status, message), status=status)

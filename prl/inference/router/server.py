@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from aiohttp import web
-
 from prl.config.schema import RunConfig
-from prl.inference.guard import server_keys
+from prl.inference.bounds import body_limit
+from prl.inference.guard import doors_of
 from prl.inference.router import vllm_router
 from prl.inference.router.proxy import Router
 from prl.runtime.child import ChildContext
+from prl.transport.serving import start_serving
 
 log = logging.getLogger("prl.router")
 
@@ -46,11 +46,10 @@ async def serve(ctx: ChildContext) -> None:
     servers = ctx.plan.servers()
     engines = {role.name: ctx.endpoints[role.name] for role in servers}
     kinds = [role.engine.kind for role in servers if role.engine]
-    router = Router(config.inference.router, engines, ctx.token, server_keys(config, ctx.token), kinds)
-    runner = web.AppRunner(router.app(), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-    await runner.setup()
+    limit = body_limit(config.inference.max_model_len)
+    router = Router(config.inference.router, engines, ctx.keys.generate, doors_of(ctx.plan, ctx.keys), kinds, limit)
     assert ctx.listen_socket is not None
-    await web.SockSite(runner, ctx.listen_socket).start()
+    runner = await start_serving(router.app(), ctx.listen_socket, cancelling=True)
     announced = False
     try:
         while not ctx.stop_requested:

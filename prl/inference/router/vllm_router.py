@@ -6,15 +6,15 @@ import contextlib
 import importlib.util
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 
 from prl.config.errors import UserError
+from prl.config.packages import ROUTER
 from prl.config.schema import RunConfig
 from prl.runtime.child import ChildContext
+from prl.runtime.python_path import python_command
 
-INSTALL = 'pip install -e ".[router]"'
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 2.0
@@ -31,7 +31,7 @@ def require() -> None:
             "vllm-router is not installed.",
             where="inference.router.type=vllm_router",
             why="it is an extra",
-            fix=f"{INSTALL}, or inference.router.type=builtin",
+            fix=f"{ROUTER.install}, or inference.router.type=builtin",
         )
 
 
@@ -63,7 +63,7 @@ def command(config: RunConfig, host: str, port: int, metrics_port: int, engines:
         "log-level": config.logging.level,
     }
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "vllm_router.launch_router", "--worker-urls", *engines, *flags]
+    return [*python_command("vllm_router.launch_router"), "--worker-urls", *engines, *flags]
 
 
 def serve(ctx: ChildContext) -> None:

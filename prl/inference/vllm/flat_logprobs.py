@@ -4,6 +4,10 @@ vLLM makes a pydantic object of each token's logprob, in its server's only event
 end together hold up all else for half a second, a pause before a weight update too. vLLM has no leaner answer yet
 (https://github.com/vllm-project/vllm/pull/57442); until then the last step of its handler is wrapped here. Choices then
 have `token_logprobs`, one number for each token, in place of `logprobs`.
+
+Who sets `kept_tokens` in `extra_args` also learns what each token was drawn from, as far as the `logprobs` asked for
+tell: `kept_tokens` in a choice, as from the built-in engine, and `kept_mass`, the least that their probabilities add up
+to.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, create_model
 
-LEAST = -9999.0  # vLLM's own substitute for minus infinity and NaN, which JSON does not have
+from prl.transport.kept import LEAST, kept_of_candidates
+
+KEPT = "kept_tokens"
 
 
 def answer_flat(handler: Any) -> None:
@@ -25,7 +31,9 @@ def answer_flat(handler: Any) -> None:
 
     async def flat(request: Any, results: AsyncIterator[Any], *rest: Any) -> Any:
         params = request.sampling_params
-        if not params.flat_logprobs or params.logprobs != 0 or getattr(request, "output_mode", "tokens") != "tokens":
+        told = bool((params.extra_args or {}).get(KEPT)) and params.logprobs is not None
+        is_flat = params.flat_logprobs and (told or params.logprobs == 0)
+        if not is_flat or getattr(request, "output_mode", "tokens") != "tokens":
             return await answer(request, results, *rest)
         last: Any = None
 
@@ -38,17 +46,21 @@ def answer_flat(handler: Any) -> None:
         silent = copy.copy(params)  # the engine has the request's own
         silent.logprobs = None
         response = await answer(request.model_copy(update={"sampling_params": silent}), noted(), *rest)
-        return with_logprobs(response, last.outputs) if hasattr(response, "choices") else response
+        return with_logprobs(response, last.outputs, told) if hasattr(response, "choices") else response
 
     handler.serve_tokens_full_generator = flat
 
 
-def with_logprobs(response: BaseModel, outputs: list[Any]) -> BaseModel:
-    """The response with the logprobs of `outputs`, vLLM's own for each choice."""
+def with_logprobs(response: BaseModel, outputs: list[Any], told: bool = False) -> BaseModel:
+    """The response with the logprobs of `outputs`, vLLM's own for each choice; told: and with what was kept."""
     choices: list[BaseModel] = response.choices  # type: ignore[attr-defined]
-    flat_response, flat_choice = _types(type(response), type(choices[0]))
+    flat_response, flat_choice = _types(type(response), type(choices[0]), told)
     flat = [
-        flat_choice.model_construct(**dict(choice), token_logprobs=sampled_logprobs(output.logprobs))
+        flat_choice.model_construct(
+            **dict(choice),
+            token_logprobs=sampled_logprobs(output.logprobs),
+            **(kept_tokens(output.logprobs) if told else {}),
+        )
         for choice, output in zip(choices, outputs, strict=True)
     ]
     return flat_response.model_construct(**dict(response) | {"choices": flat})
@@ -60,7 +72,18 @@ def sampled_logprobs(logprobs: Any) -> list[float]:
     return np.maximum(np.nan_to_num(numbers, nan=LEAST), LEAST).tolist()
 
 
+def kept_tokens(logprobs: Any) -> dict[str, Any]:
+    """Of vLLM's FlatLogprobs, the fields of a choice that say what each token was drawn from."""
+    lengths = np.asarray(logprobs.end_indices, np.int64) - np.asarray(logprobs.start_indices, np.int64)
+    numbers = np.nan_to_num(np.asarray(logprobs.logprobs, np.float64), nan=LEAST)
+    kept, mass = kept_of_candidates(lengths, np.asarray(logprobs.token_ids, np.int64), numbers)
+    return {KEPT: kept.to_json(), "kept_mass": mass}
+
+
 @functools.cache
-def _types(response: type[BaseModel], choice: type[BaseModel]) -> tuple[type[BaseModel], type[BaseModel]]:
-    flat = create_model("FlatChoice", __base__=choice, token_logprobs=(list[float], ...))
+def _types(response: type[BaseModel], choice: type[BaseModel], told: bool) -> tuple[type[BaseModel], type[BaseModel]]:
+    fields: dict[str, Any] = {"token_logprobs": (list[float], ...)}
+    if told:
+        fields |= {KEPT: (dict[str, str], ...), "kept_mass": (float, ...)}
+    flat = create_model("FlatChoice", __base__=choice, **fields)
     return create_model("FlatResponse", __base__=response, choices=(list[flat], ...)), flat

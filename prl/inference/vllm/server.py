@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import io
 import logging
+import os
+import signal
 import socket
 import threading
 import time
@@ -21,21 +23,23 @@ from typing import Any
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 from vllm import AsyncEngineArgs, AsyncLLMEngine
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from prl.config.errors import UserError
-from prl.inference.guard import refusal, server_keys
+from prl.inference.guard import doors_of
+from prl.inference.vllm.causes import REFUSALS, log_end, refused, root_cause
 from prl.inference.vllm.flat_logprobs import answer_flat
-from prl.inference.vllm.versions import is_old, name_first_weights, run_headless, server_parts
+from prl.inference.vllm.guarding import Guard, TimedProtocol
+from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
 from prl.models.checkpoint import check_card, resolve_model_path
 from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import server_arguments, to_argv
 from prl.runtime.child import ChildContext
+from prl.transport.sources import WeightSource
 
 build_app, init_app_state, make_arg_parser, validate_parsed_serve_args = server_parts()
 log = logging.getLogger("prl.inference")
@@ -43,7 +47,6 @@ log = logging.getLogger("prl.inference")
 FIRST_VERSION = "0"  # of the weights that an engine starts with
 POLL_S = 0.05
 BEAT_S = 1.0
-BRING_WEIGHTS = ("/finish_weight_update", "/v1/load_lora_adapter")
 STOP_TIMEOUT_S = 2.0  # for the engine's processes, which have nothing to save
 
 
@@ -80,9 +83,10 @@ def compute(ctx: ChildContext, args: Namespace) -> None:
 
 
 def beat_on(ctx: ChildContext) -> None:
-    while True:
+    while not ctx.stop_requested:
         ctx.beat()
         time.sleep(BEAT_S)
+    os.kill(os.getpid(), signal.SIGTERM)  # the word to stop that vLLM knows
 
 
 async def serve(ctx: ChildContext, args: Namespace) -> None:
@@ -90,7 +94,8 @@ async def serve(ctx: ChildContext, args: Namespace) -> None:
     engine = start_engine(args)
     try:
         await name_first_weights(engine, FIRST_VERSION)
-        app = Guard(await make_app(engine, args), server_keys(config, ctx.token), has_weights=ctx.restarts == 0)
+        doors, source = doors_of(ctx.plan, ctx.keys), WeightSource.of(ctx)
+        app = Guard(await make_app(engine, args), doors, source, config, has_weights=ctx.restarts == 0)
         assert ctx.listen_socket is not None
         async with serving(app, ctx.listen_socket) as server:
             ctx.ready()
@@ -148,29 +153,32 @@ def parse_arguments(arguments: dict[str, Any]) -> Namespace:
             args = parser.parse_args(to_argv(arguments))
         validate_parsed_serve_args(args)
     except SystemExit as error:
-        raise _refused(said.getvalue().strip().splitlines()[-1].removeprefix("vllm: error: ")) from error
+        raise refused(said.getvalue().strip().splitlines()[-1].removeprefix("vllm: error: ")) from error
     except (TypeError, ValueError) as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     return args
 
 
 def start_engine(args: Namespace) -> AsyncLLMEngine:
-    """Load the model; blocks until the engine is up. Raises UserError for a configuration that vLLM refuses."""
+    """Load the model; blocks until the engine is up. Raises UserError for a configuration that vLLM refuses, and
+    RuntimeError with what a process of the engine died of.
+    """
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         vllm_config = engine_args.create_engine_config()
     except (NotImplementedError, ValueError) as error:
-        raise _refused(error) from error
-    return AsyncLLMEngine.from_vllm_config(vllm_config, disable_log_stats=engine_args.disable_log_stats)
-
-
-def _refused(reason: object) -> UserError:
-    return UserError(
-        f"vLLM refuses its arguments: {reason}",
-        where="inference.vllm, and the keys of inference that become arguments of vLLM",
-        why="`vllm serve --help=all` lists what it takes",
-        fix="correct or remove the argument",
-    )
+        raise refused(error) from error
+    bind_stores()
+    begin = log_end()
+    try:
+        return AsyncLLMEngine.from_vllm_config(vllm_config, disable_log_stats=engine_args.disable_log_stats)
+    except RuntimeError as error:
+        kind, message = root_cause(begin) or ("", "")
+        if kind in REFUSALS:
+            raise refused(message) from error
+        if not kind:
+            raise
+        raise RuntimeError(f"vLLM's engine did not start: {kind}: {message}") from error
 
 
 async def make_app(engine: AsyncLLMEngine, args: Namespace) -> FastAPI:
@@ -180,37 +188,6 @@ async def make_app(engine: AsyncLLMEngine, args: Namespace) -> FastAPI:
     if app.state.serving_tokens is not None:
         answer_flat(app.state.serving_tokens)
     return app
-
-
-class Guard:
-    """The application behind our keys: 401 for who is not let in. vLLM's own api_key leaves control routes open.
-
-    After a restart (`has_weights` False) nothing is generated before the first update: 503.
-    """
-
-    def __init__(self, app: ASGIApp, keys: list[bytes], *, has_weights: bool) -> None:
-        self.app, self.keys, self.has_weights = app, keys, has_weights
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        authorization, origin, host = headers.get("authorization", ""), headers.get("origin"), headers.get("host", "")
-        if reason := refusal(self.keys, scope["path"], authorization, origin, host):
-            error = {"message": reason, "type": "AuthenticationError", "code": 401}
-            return await JSONResponse({"error": error}, status_code=401)(scope, receive, send)
-        if self.has_weights:
-            return await self.app(scope, receive, send)
-        if scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/inference/")):
-            error = {"message": "no weights since a restart", "type": "ServiceUnavailableError", "code": 503}
-            return await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
-
-        async def answer(message: Message) -> None:
-            if scope["path"] in BRING_WEIGHTS and message.get("status") == 200:
-                self.has_weights = True
-            await send(message)
-
-        await self.app(scope, receive, answer)
 
 
 class Server(uvicorn.Server):
@@ -224,7 +201,9 @@ class Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, listen_socket: socket.socket) -> Any:
     """Answer on the socket; yields the server's task, which ends only if the server fails."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, http=TimedProtocol, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=1
+    )
     server = Server(config)
     task = asyncio.create_task(server.serve(sockets=[listen_socket]))
     try:

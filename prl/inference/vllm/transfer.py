@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 
 from prl.inference.vllm.loading import WeightLoader, keeps_layout
 from prl.transport.buckets import Chunk
+from prl.transport.sources import WeightSource
 from prl.transport.weights import stage
 
 
@@ -47,6 +48,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.verify_checksum = True
+        self.source = WeightSource.from_environment()
         self.staged: list[Iterable[Chunk]] = []
         self.loader = WeightLoader(self.model, self.model_config, keeps_layout(self.model))
 
@@ -66,7 +68,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises ValueError when a checksum does not match, OSError when the source is not there."""
         try:
-            self.staged.append(stage(update_info.published, self.verify_checksum, self.device))
+            self.staged.append(stage(self.source.check(update_info.published), self.verify_checksum, self.device))
         except (KeyError, TypeError) as error:
             raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
 

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from prl.inference.vllm.loading import WeightLoader, keeps_layout
+from prl.transport.sources import WeightSource
 from prl.transport.weights import stage
 
 
@@ -47,6 +48,7 @@ class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.verify_checksum = True
+        self.source = WeightSource.from_environment()
         # of a model's own dtype, which its config, that is not to be had here, would tell; embeddings are not quantised
         dtype = SimpleNamespace(dtype=next(self.model.parameters()).dtype)
         self.loader = WeightLoader(self.model, dtype, keeps_layout(self.model))
@@ -61,7 +63,7 @@ class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raises ValueError when a checksum does not match or a parameter gets nothing, OSError without a source."""
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            chunks = stage(update_info.published, self.verify_checksum, device)
+            chunks = stage(self.source.check(update_info.published), self.verify_checksum, device)
         except (KeyError, TypeError) as error:
             raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
         self.loader.load(chunks)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from prl.transport.stores import family_of
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from vllm import AsyncLLMEngine
-
-SUPPORTED = ("0.23.", "0.32.")  # with torch 2.11, and with torch 2.13
 
 
 def installed_version() -> str | None:
@@ -58,3 +59,25 @@ async def name_first_weights(engine: AsyncLLMEngine, name: str) -> None:
     """The version that tokens carry until the first update; 0.23 leaves tokens unlabelled, and clients know it."""
     if not is_old():
         await engine.update_weight_version(name)
+
+
+def bind_stores() -> None:
+    """Have the store through which data-parallel ranks find each other listen on the address that they are told.
+
+    vLLM makes it without a socket, and PyTorch then listens on all interfaces; whoever connects may read and write, for
+    its TCPStore asks for no key (https://docs.pytorch.org/docs/stable/distributed.html). Shown with 0.32.
+    """
+    from vllm.distributed import utils
+
+    make = getattr(utils, "create_tcp_store", None)
+    if make is None or getattr(make, "is_bound", False):
+        return
+
+    def make_bound(host: str, port: int, listen_socket: socket.socket | None = None, **more: Any) -> Any:
+        if more.get("is_master") and listen_socket is None:
+            listen_socket = socket.create_server((host, port), family=family_of(host))
+            port = listen_socket.getsockname()[1]
+        return make(host, port, listen_socket=listen_socket, **more)
+
+    make_bound.is_bound = True  # type: ignore[attr-defined]
+    utils.create_tcp_store = make_bound

@@ -1,0 +1,112 @@
+"""What was written for hydra-submitit-launcher, as settings of ours.
+
+Beneath are our plans, frozen code and arrays by shape, so points do not block the command that submits them. What a
+point takes follows from its plan; a key that says otherwise is refused by name.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from launch.points import Point
+from launch.settings import LauncherSettings, read_settings
+from launch.submitit_nodes import SubmititSlurm
+from prl.config.errors import ConfigError, UserError
+
+FOLDER = "/.submitit/%j"  # how their default for logs ends, wherever a sweep lies
+MAX_RETRIES = 2  # as in conf/hydra/launcher/auto.yaml; they have no such key
+AS_LINES = ("comment", "exclude", "cpus_per_gpu", "mem_per_gpu", "mem_per_cpu")  # sbatch's own options
+AS_KEYS = ("partition", "qos", "account", "constraint", "gres", "cpus_per_task", "signal_delay_s", "setup")
+
+
+def slurm_settings(node: Mapping[str, Any]) -> LauncherSettings:
+    """Of the node submitit_slurm. Raises ConfigError."""
+    given = _plain(node)
+    lines = [f"--{key.replace('_', '-')}={given[key]}" for key in AS_LINES if given.get(key) is not None]
+    lines += [_option(str(key), value) for key, value in given["additional_parameters"].items()]
+    slurm = {key: given[key] for key in AS_KEYS if given.get(key) is not None}
+    slurm |= {"time": given["timeout_min"], "job_name": given["name"], "max_timeouts": given["max_num_timeout"]}
+    slurm["max_retries"] = MAX_RETRIES
+    if given["mem_gb"] is not None:
+        slurm["mem"] = f"{given['mem_gb']}G"
+    return read_settings(
+        {
+            **_shared(given),
+            "mode": "slurm",
+            "array_parallelism": given["array_parallelism"],
+            "slurm": slurm | {"sbatch": lines},
+        }
+    )
+
+
+def local_settings(node: Mapping[str, Any]) -> LauncherSettings:
+    """Of the node submitit_local, whose memory and cores bind nobody there either. Raises ConfigError."""
+    given = _plain(node)
+    return read_settings({**_shared(given), "mode": "local", "timeout_min": given["timeout_min"]})
+
+
+def _plain(node: Mapping[str, Any]) -> dict[str, Any]:
+    found = OmegaConf.to_container(OmegaConf.create(dict(node)), resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def _shared(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What both have. Raises ConfigError for what no point of ours could follow."""
+    known = [name for name in SubmititSlurm.__dataclass_fields__ if name != "_target_"]
+    found = [
+        UserError(
+            f"hydra.launcher.{key} is no key of this launcher.",
+            where=f"hydra.launcher.{key}",
+            why="it has " + ", ".join(known),
+            fix=next((f"hydra.launcher.{name}=..." for name in get_close_matches(key, known, 1)), "leave it out"),
+        )
+        for key in given
+        if key not in known
+    ]
+    if given["tasks_per_node"] != 1:
+        found.append(_refusal(given, "tasks_per_node", "one agent of prl starts all processes of a node", "1"))
+    if given.get("gpus_per_task") is not None:
+        why = "a node has one task, and its GPUs follow from the point's plan"
+        found.append(_refusal(given, "gpus_per_task", why, "null"))
+    if not str(given["submitit_folder"]).endswith(FOLDER):
+        why = "scripts and logs lie in the sweep's own directory, in slurm/"
+        found.append(_refusal(given, "submitit_folder", why, "", "leave it out; hydra.sweep.dir=... moves the sweep"))
+    if found:
+        raise ConfigError(found)
+    asked = {key: given[key] for key, usual in (("nodes", 1), ("gpus_per_node", None)) if given[key] != usual}
+    return {"dry_run": given["dry_run"], "retry_failed": given["retry_failed"], "asked": asked}
+
+
+def _refusal(given: Mapping[str, Any], key: str, why: str, right: str, fix: str = "") -> UserError:
+    name = f"hydra.launcher.{key}"
+    return UserError(f"{name}={given[key]} cannot be.", where=name, why=why, fix=fix or f"{name}={right}")
+
+
+def _option(key: str, value: Any) -> str:
+    """A line of `additional_parameters`, as submitit writes it."""
+    flag = f"--{key.replace('_', '-')}"
+    return flag if value is True else f"{flag}={shlex.quote(str(value))}"
+
+
+def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -> None:
+    """Raise ConfigError for points whose plan takes other nodes or GPUs than the launcher was told to ask for."""
+    found, usual = {}, {"nodes": 1, "gpus_per_node": "null"}
+    for point in points:
+        on_cpu = point.config.deployment.device == "cpu"
+        takes = {"nodes": point.plan.num_nodes, "gpus_per_node": 0 if on_cpu else point.plan.gpus_per_node}
+        for key, wanted in settings.asked.items():
+            if wanted != takes[key]:
+                found[key] = UserError(
+                    f"hydra.launcher.{key}={wanted} contradicts {point.path.name}.",
+                    where=f"hydra.launcher.{key}",
+                    why=f"its plan takes {takes[key]}: deployment and parallelism say what a point takes",
+                    fix=f"hydra.launcher.{key}={usual[key]}",
+                )
+    if found:
+        raise ConfigError(list(found.values()))

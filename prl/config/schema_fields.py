@@ -1,0 +1,39 @@
+"""Types of single fields, and the base of all groups of the schema."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST = 2**31 - 1  # of anything that is counted: what 32 bits of a kernel, a header or a tensor's size hold
+MAX_TEMPERATURE = 1000.0  # beyond, all tokens are equally probable, and engines refuse it
+FLOAT32 = 3.4e38  # numbers beyond are infinite once a tensor holds them
+
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT32)]
+Number = Annotated[float, Field(ge=-FLOAT32, le=FLOAT32)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
+TopP = Annotated[float, Field(ge=1e-6, le=1)]  # smaller ones vanish beside 1 in float32
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
+Seconds = Annotated[float, Field(gt=0, le=1e8)]  # three years; threads and sockets refuse to wait for ever
+Silence = Annotated[float, Field(ge=1, le=1e8)]  # seconds; signs of life come twice in one
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy takes, and with it vLLM
+Port = Annotated[int, Field(ge=0, le=65535)]
+Threads = Annotated[int, Field(ge=0, le=1024)]  # of one process
+PerNode = Annotated[int, Field(gt=0, le=1024)]  # devices
+Nodes = Annotated[int, Field(gt=0, le=65536)]
+Devices = Annotated[int, Field(gt=0, le=65536)]
+NoneOrDevices = Annotated[int, Field(ge=0, le=65536)]
+Text = Annotated[str, Field(min_length=1)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.%]{2,64})$")]
+
+
+class Group(BaseModel):
+    """Base of all groups: frozen; unknown keys are errors, and so are numbers that are not finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)

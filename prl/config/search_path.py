@@ -1,0 +1,64 @@
+"""Directories with YAML of the user's own, beside conf/: `--config-dir DIR` and `hydra.searchpath=[DIR, ...]`.
+
+Each may hold groups (`DIR/overlay/mine.yaml`: `+overlay=mine`), further choices of ours (`DIR/model/mine.yaml`:
+`model=mine`) and sweeps (`DIR/sweeps/mine.yaml`: `-m +sweep=mine`). All that composes, completes and explains in this
+process sees the same ones. A name that conf/ has is conf/'s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prl.config.errors import UserError
+
+if TYPE_CHECKING:  # who reads runs has no need of Hydra
+    from hydra.core.override_parser.types import Override
+
+KEY = "hydra.searchpath"
+MAX_DEPTH = 3  # of groups: a/b/c/choice.yaml
+_added: list[Path] = []
+
+
+def use_directories(config_dir: str | None, overrides: Iterable[Override]) -> None:
+    """Of a command line: what --config-dir and hydra.searchpath say. Raises UserError for what is no directory."""
+    asked = [] if config_dir is None else [("--config-dir", config_dir)]
+    for override in overrides:
+        if override.key_or_group == KEY and isinstance(value := override.value(), list):
+            asked += [(KEY, str(entry)) for entry in value]
+    _added[:] = dict.fromkeys(_directory(where, name) for where, name in asked)
+
+
+def directories() -> tuple[Path, ...]:
+    """Absolute paths, in the order in which they are searched; conf/, which comes first, is not among them."""
+    return tuple(_added)
+
+
+def yaml_files(root: Path) -> list[Path]:
+    """The YAML files in a directory of configurations, no deeper than groups lie: it may be somebody's home."""
+    found = []
+    for folder, inner, names in os.walk(root):
+        depth = len(Path(folder).relative_to(root).parts)
+        inner[:] = [name for name in sorted(inner) if not name.startswith((".", "_")) and depth < MAX_DEPTH]
+        found += [Path(folder, name) for name in sorted(names) if name.endswith(".yaml")]
+    return found
+
+
+def _directory(where: str, name: str) -> Path:
+    if name.startswith("pkg://"):
+        found = importlib.util.find_spec(name.removeprefix("pkg://"))
+        places = [] if found is None else list(found.submodule_search_locations or [])
+        path = Path(places[0]) if places else Path(name)
+    else:
+        path = Path(name.removeprefix("file://")).expanduser().absolute()
+    if not path.is_dir():
+        raise UserError(
+            f"There is no directory {path}.",
+            where=f"{where}={name}",
+            why="groups of configurations of your own are folders in it, their choices YAML files in those",
+            fix="--config-dir /path/to/your/configs",
+        )
+    return path

@@ -1,0 +1,47 @@
+"""What an engine that did not start died of. vLLM says only `Engine core initialization failed. See root cause above.`:
+the cause is in what its processes have written to the log that they share with us.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+
+from prl.config.errors import UserError
+
+MAX_BYTES = 1 << 20  # of the log, from the start of the engine on
+LOGGED = r"^\(\w+ pid=\d+\) ERROR [^\[]*\[[\w.]+:\d+\] "  # (Worker pid=7) ERROR 11-22 21:46:23 [core.py:10]
+RAISED = re.compile(LOGGED + r"(?:\w+\.)*(\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
+REFUSALS = ("ValueError", "NotImplementedError")  # how vLLM refuses arguments, and too little memory for the cache
+
+
+def log_end() -> int | None:
+    """Bytes of the log so far; None where stderr is no file."""
+    sys.stderr.flush()
+    found = os.fstat(2)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def root_cause(begin: int | None) -> tuple[str, str] | None:
+    """Type and message of the first error that a process of the engine has logged after `begin`."""
+    if begin is None:
+        return None
+    with open("/proc/self/fd/2", "rb") as file:
+        file.seek(begin)
+        return first_error(file.read(MAX_BYTES).decode(errors="replace"))
+
+
+def first_error(text: str) -> tuple[str, str] | None:
+    found = RAISED.search(text)
+    return None if found is None else (found[1], found[2].strip())
+
+
+def refused(reason: object) -> UserError:
+    return UserError(
+        f"vLLM refuses its arguments: {reason}",
+        where="inference.vllm, and the keys of inference that become arguments of vLLM",
+        why="`vllm serve --help=all` lists what it takes",
+        fix="correct or remove the argument",
+    )

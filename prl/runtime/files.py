@@ -1,0 +1,232 @@
+"""Files that others may write or read at the same time, and that a crash or a full disk may tear.
+
+One way to append a line, one to replace a file, one to change a file that several processes change, one to read each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prl.config.errors import UserError
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+PARTIAL = ".partial"  # ends the name of a file that is about to replace another one
+
+
+class LineFile:
+    """A file of lines, open for appending: each call adds whole lines or none, and never to a torn one."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, lines: bytes) -> None:
+        """Add lines, each with its end. Raises OSError, and then the file is as before.
+
+        Under a lock, since NFS does not append atomically and the last line must be looked at: writers do not mix.
+        """
+        with _held(self.fd):
+            size = os.fstat(self.fd).st_size
+            is_torn = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
+            data = memoryview(b"\n" + lines if is_torn else lines)
+            try:
+                while data:
+                    data = data[os.write(self.fd, data) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.fd, size)
+                raise
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def append_objects(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add a line of JSON for each row, all or none. Raises OSError."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if lines:
+        file = LineFile(path)
+        try:
+            file.append(lines)
+        finally:
+            file.close()
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines; what is torn or something else is left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [row for line in lines if (row := parse_object(line)) is not None]
+
+
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """A JSON object; None for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object that a file holds; None if there is no file, or none that can be read."""
+    try:
+        return parse_object(path.read_bytes())
+    except OSError:
+        return None
+
+
+def replace_file(path: Path, content: str | bytes, *, sync: bool = True, mode: int = 0o644) -> None:
+    """Write a file as a whole: readers see what was there before or this, also after a crash. Raises OSError.
+
+    Args:
+        sync: wait until it is on disk. Without, a machine that loses power may lose both.
+        mode: of the file, from its first moment.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}")
+    try:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            if sync:
+                os.fsync(fd)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_directory(path.parent)
+
+
+def change_object(path: Path, change: Callable[[dict[str, Any]], None], default: dict[str, Any]) -> None:
+    """Read a JSON object, change it, replace it, while nobody else does. Raises UserError if it cannot be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        content = read_object_or_default(path, default)
+        change(content)
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_object_or_default(path: Path, default: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object, or the default where there is no file. Raises UserError for one that is damaged."""
+    content = read_object(path)
+    if content is None and path.exists():
+        raise damaged(path, "it holds no JSON object; a disk or a person has changed it")
+    return default if content is None else content
+
+
+def damaged(path: Path, why: str) -> UserError:
+    """What is said of a record that cannot be used, and is not made anew by itself."""
+    return UserError(
+        f"{path} is damaged.", where=str(path), why=why, fix=f"restore it, or move it away: mv {path} {path}.damaged"
+    )
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file that exists only for that."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with _held(fd):
+            yield
+    finally:
+        os.close(fd)
+
+
+def create_exclusively(path: Path, content: str) -> bool:
+    """Make a file that is not there yet; False if it is. Of several who try, one succeeds."""
+    try:
+        with path.open("x") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
+    return True
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether it says ENOSPC or EDQUOT: by number or, as safetensors' writer in Rust does, in words. Words of others
+    may be about another place: NCCL's and PyTorch's about /dev/shm.
+    """
+    if isinstance(error, OSError):
+        return error.errno in FULL_DISK
+    says_so = any(os.strerror(number) in str(error) for number in FULL_DISK)
+    return says_so and type(error).__name__ == "SafetensorError"
+
+
+def full_disk_here(error: BaseException, path: Path) -> UserError:
+    """What a run says whose directory has no space left."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return UserError(
+        f"The disk is full: {getattr(error, 'filename', None) or path} could not be written.",
+        where=str(path),
+        why=f"{reason}: no space left on the device, or a quota is exceeded",
+        fix=f"free space; the same command with output_dir={path} resumes",
+    )
+
+
+def directory_in_the_way(error: OSError) -> UserError:
+    """What a run says that cannot write a file, since a directory has its name."""
+    return UserError(
+        f"{error.filename} is a directory, and the run writes a file there.",
+        where=str(error.filename),
+        why="something else than this run has made it",
+        fix=f"mv {error.filename} {error.filename}.moved",
+    )
+
+
+def as_user_error(error: BaseException, run_dir: Path) -> UserError | None:
+    """What a run says of an error that its user can mend; None for all others."""
+    if isinstance(error, UserError):
+        return error
+    if is_full_disk(error):
+        return full_disk_here(error, run_dir)
+    return directory_in_the_way(error) if isinstance(error, IsADirectoryError) else None
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds an exclusive lock on this file; False where there is no file, or no locks."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextlib.contextmanager
+def _held(fd: int) -> Iterator[None]:
+    with contextlib.suppress(OSError):  # a filesystem without locks: local ones append atomically without
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def sync_directory(path: Path) -> None:
+    """Until what was made or renamed in it is on disk."""
+    with contextlib.suppress(OSError):  # some filesystems have no fsync of directories
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,34 @@
+"""Stores that carry what is small beside weights: who is ready, who takes part, what a bucket holds."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BACKLOG = 1024
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of a name or number of this host. Raises OSError for one that does not resolve."""
+    families = [found[0] for found in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+    return socket.AF_INET if socket.AF_INET in families else families[0]  # names that have both meant IPv4 always
+
+
+def serve_store(address: str, timeout: timedelta) -> dist.TCPStore:
+    """A store at a free port of one address of this host.
+
+    torch itself would listen on all of them, and asks nobody who he is: so it is given a socket that listens already.
+    """
+    listener = socket.create_server((address, 0), family=family_of(address), backlog=BACKLOG)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )

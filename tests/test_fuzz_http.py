@@ -1,0 +1,278 @@
+"""Every route of every HTTP server: whatever is sent, with or without keys, it answers and serves on.
+
+In CI a few requests of each route, exhaustively 2,000 (`pytest -m exhaustive tests/test_fuzz_http.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fuzzing import FEW, MANY, Ask, Footprint, asks, many
+from hypothesis import given
+from hypothesis import strategies as st
+from inference_server import CONTROL, LIMIT_S, TOKEN, running_server
+from server_thread import in_thread
+
+from prl.config.schema import RouterConfig
+from prl.inference.guard import CLIENT_ROUTES, GENERATING_ROUTES, OPEN_ROUTES, Doors
+from prl.inference.router.proxy import CONTROL_ROUTES, Router
+from prl.orchestrator.server import start_server
+
+ENGINE_ROUTES = (
+    *GENERATING_ROUTES[:2],
+    *(
+        "/v1/models",
+        "/metrics",
+        "/load",
+        "/health",
+        "/pause",
+        "/resume",
+        "/abort_requests",
+        "/is_paused",
+        "/sleep",
+        "/wake_up",
+    ),
+    *("/is_sleeping", "/reset_prefix_cache", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/weight_info", "/nothing"),
+)
+TRAINER_ROUTES = (
+    "/train/batch",
+    "/train/weights",
+    "/train/turn",
+    "/train/delivery",
+    "/train/checkpoint",
+    "/train/done",
+    "/x",
+)
+VLLM_ROUTES = (
+    *GENERATING_ROUTES,
+    *sorted(CLIENT_ROUTES - {*GENERATING_ROUTES, "/workers"}),
+    "/pause",
+    "/sleep",
+    "/collective_rpc",
+)
+TRAIN = "train-key"
+pytestmark = pytest.mark.timeout(3600)
+TIERS = [
+    pytest.param(FEW, id="few", marks=pytest.mark.slow),
+    pytest.param(MANY, id="many", marks=pytest.mark.exhaustive),
+]
+
+
+@dataclass
+class Target:
+    """A server under fire: where it is, which keys there are, and how to see that it still serves."""
+
+    port: int
+    keys: tuple[str | None, ...]
+    good: tuple[str, ...]  # keys that open something
+    serves: Callable[[], None]
+    footprint: Callable[[], Footprint] = Footprint.of
+    faults: set[int] = field(default_factory=lambda: {500, 501, 502, 504})  # statuses that no request may cause
+
+    def send(self, ask: Ask, key: str | None) -> int:
+        """The status; 0 where the connection was closed without one."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(ask.to_bytes(key))
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while b"\r\n" not in answer and (piece := connection.recv(65536)):
+                    answer += piece
+                while answer.startswith(b"HTTP/1.1 100") and (piece := connection.recv(65536)):
+                    answer = answer.partition(b"\r\n\r\n")[2] + piece
+        return int(answer.split()[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+    def fire(self, route: str, requests: int) -> dict[int, int]:
+        """Statuses and how often each came. Ends with a good request, and with no more open than before."""
+        statuses: dict[int, int] = {}
+        self.serves()
+        before = self.footprint()
+
+        @many(requests)
+        @given(ask=asks(route), key=st.sampled_from([*self.keys, *self.good, *self.good]))
+        def shoot(ask: Ask, key: str | None) -> None:
+            status = self.send(ask, key)
+            statuses[status] = statuses.get(status, 0) + 1
+            assert status not in self.faults, ask
+            if key not in self.good and route not in OPEN_ROUTES:
+                assert not 200 <= status < 300, ask
+
+        shoot()
+        self.serves()
+        self.settle(before)
+        return statuses
+
+    def settle(self, before: Footprint) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while (now := self.footprint()).fds > before.fds + 4 or now.threads > before.threads + 2:
+            assert time.monotonic() < deadline, f"{before} became {now}"
+            time.sleep(0.1)
+
+
+# --- the built-in engine ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with running_server(
+        ["inference.max_num_seqs=8", "inference.max_model_len=64"], tmp_path_factory.mktemp("cache"), job="rl"
+    ) as client:
+
+        def serves() -> None:
+            """Whatever was asked of control before: awake and going on, with the weights that it had."""
+            assert client.post("/wake_up").status == 200
+            assert client.post("/resume").status == 200
+            reply = client.generate(max_tokens=3)
+            assert reply.status == 200, reply
+            assert not client.error
+            client.until("num_requests_running", 0)  # who hung up takes its request along
+
+        yield Target(client.port, (None, "guess", "küy\udcff", TOKEN, CONTROL), (TOKEN, CONTROL), serves)
+
+
+@pytest.mark.parametrize("requests", TIERS)
+@pytest.mark.parametrize("route", ENGINE_ROUTES)
+def test_the_engine(engine: Target, route: str, requests: int) -> None:
+    statuses = engine.fire(route, requests)
+    if route in GENERATING_ROUTES and requests == MANY:
+        assert statuses[200] > requests / 20, "enough of them were good"
+        assert statuses[400] > requests / 20
+
+
+# --- the router -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def router(engine: Target) -> Iterator[Target]:
+    routing = Router(
+        RouterConfig(), {"inference/0": f"http://127.0.0.1:{engine.port}"}, TOKEN, Doors((TOKEN.encode(),))
+    )
+    with in_thread(routing.app()) as port:
+        good = Ask(
+            "POST",
+            "/inference/v1/generate",
+            (),
+            json.dumps({"token_ids": [1], "sampling_params": {"max_tokens": 2}}).encode(),
+        )
+        target = Target(port, (None, "guess", TOKEN), (TOKEN,), lambda: None)
+
+        def serves() -> None:
+            deadline = time.monotonic() + LIMIT_S
+            while target.send(good, TOKEN) != 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
+        target.serves = serves
+        yield target
+
+
+@pytest.mark.parametrize("requests", TIERS)
+@pytest.mark.parametrize(
+    "route", [*GENERATING_ROUTES, "/v1/models", "/health", "/metrics", "/workers", CONTROL_ROUTES[0], "/x"]
+)
+def test_the_router(router: Target, route: str, requests: int) -> None:
+    statuses = router.fire(route, requests)
+    assert not any(status == 503 for status in statuses), "no request may put a replica in a bad light"
+
+
+# --- the orchestrator's routes for trainers ---------------------------------------------------------------------------
+
+
+class Service:
+    """Takes what a trainer would say, if it is typed as it should be."""
+
+    def __init__(self) -> None:
+        self.failed: list[Exception] = []
+
+    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> bytes | None:
+        assert all(type(number) is int and number >= 0 for number in (step, data_rank, publications))
+        return b"batch"
+
+    async def weights_published(self, publication: int, version: int, update_info: dict[str, object]) -> None:
+        assert type(publication) is type(version) is int
+        assert isinstance(update_info, dict)
+
+    async def turn_reached(self, publication: int, timeout_s: float) -> bool:
+        assert type(publication) is int
+        return True
+
+    async def weights_delivered(self, publication: int, timeout_s: float) -> bool | None:
+        assert type(publication) is int
+        return True
+
+    async def trainer_checkpointed(self, step: int) -> None:
+        assert type(step) is int
+
+    async def checkpoint_committed(self, step: int, timeout_s: float) -> bool:
+        assert type(step) is int
+        return True
+
+    async def trainer_done(self, step: int) -> None:
+        assert type(step) is int
+
+    def fail(self, error: Exception) -> None:
+        self.failed.append(error)
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Target]:
+    service = Service()
+
+    async def start(listener: socket.socket) -> Any:
+        return await start_server(service, listener, TRAIN)
+
+    with in_thread(start) as port:
+        target = Target(port, (None, "guess", "küy\udcff", TRAIN), (TRAIN,), lambda: None)
+
+        def serves() -> None:
+            assert not service.failed, "no request ends a run"
+            assert target.send(Ask("GET", "/train/batch?step=1&data_rank=0&publications=0", (), b""), TRAIN) == 200
+
+        target.serves = serves
+        yield target
+
+
+@pytest.mark.parametrize("requests", TIERS)
+@pytest.mark.parametrize("route", TRAINER_ROUTES)
+def test_the_orchestrator(trainers: Target, route: str, requests: int) -> None:
+    trainers.fire(route, requests)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    from vllm_server import serving
+
+    where = tmp_path_factory.mktemp("vllm")
+    with serving(["inference=vllm", "debug.num_threads=1"], where / "cache", where) as server:
+
+        def serves() -> None:
+            assert server.http.generate(max_tokens=3).status == 200
+
+        pids = [
+            child.pid for child in server.process.children(recursive=True) if "inference/0" in " ".join(child.cmdline())
+        ]
+        # 500 and 501: vLLM's own answers to what it does not have; that it serves on is what counts
+        yield Target(server.http.port, (None, TOKEN), (TOKEN,), serves, lambda: Footprint.of(pids[0]), {502, 504})
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("requests", TIERS)
+@pytest.mark.parametrize("route", VLLM_ROUTES)
+def test_vllm(vllm: Target, route: str, requests: int) -> None:
+    statuses = vllm.fire(route, requests)
+    print(route, statuses)
+    if route in ("/pause", "/sleep", "/collective_rpc"):
+        assert set(statuses) <= {0, 400, 401, 405}, statuses

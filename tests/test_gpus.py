@@ -1,0 +1,149 @@
+"""A plan that is to run on this machine alone, and the GPUs that it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prl.config import compose
+from prl.config.errors import ConfigError, UserError
+from prl.planning import make_plan
+from prl.planning.render import render_plan
+from prl.planning.sharing import devices_taking_turns
+from prl.runtime import environment, gpus
+
+MISSION = ["parallelism=ep8_cp2", "memory=tight"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A machine whose driver tells of so many GPUs."""
+
+    def with_gpus(count: int) -> None:
+        for number in range(count):
+            (tmp_path / f"0000:0{number}:00.0").mkdir()
+        monkeypatch.setattr(gpus, "GPUS", tmp_path)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return with_gpus
+
+
+def plan(*overrides: str):
+    return make_plan(compose(list(overrides)))
+
+
+def test_the_first_command_of_the_mission_on_a_node_of_8_is_led_to_the_layout_that_fits(machine):
+    machine(8)
+    with pytest.raises(UserError, match="do not fit on this machine, which has 8") as refused:
+        gpus.refuse_too_few_gpus(plan(*MISSION))
+    assert refused.value.fix.startswith("deployment=colocated ")
+    assert "deployment=colocated" in render_plan(plan(*MISSION))
+    remedied = plan(*MISSION, "deployment=colocated")
+    gpus.refuse_too_few_gpus(remedied)
+    assert (remedied.num_nodes, remedied.gpus_per_node, gpus.gpus_needed(remedied)) == (1, 8, 8)
+    assert {device for role in remedied.roles for device in role.devices} == set(range(8))
+    assert "one node" not in render_plan(remedied)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "overrides", "refused"),
+    [
+        (8, None, [], False),
+        (1, None, [], False),  # what has no GPU runs on the CPU, and says so
+        (1, None, ["deployment.device=cuda"], True),
+        (1, None, ["deployment.device=cuda", "deployment=colocated"], False),
+        (1, None, ["deployment.device=cpu", *MISSION], False),
+        (8, "0,1", ["deployment.device=cuda"], False),
+        (8, "3", ["deployment.device=cuda"], True),
+        (8, None, MISSION, True),
+        (9, None, MISSION, True),  # a node has 8
+        (16, None, MISSION, False),
+        (0, None, ["deployment.device=cuda"], False),  # a driver that tells nothing: the roles will know
+        (0, None, ["deployment.device=cuda", *MISSION], True),
+    ],
+)
+def test_gpus_suffice_or_a_remedy_is_named(machine, monkeypatch, count, visible, overrides, refused):
+    machine(count)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    made = plan(*overrides)
+    if not refused:
+        gpus.refuse_too_few_gpus(made)
+        return
+    with pytest.raises(UserError) as error:
+        gpus.refuse_too_few_gpus(made)
+    turns = devices_taking_turns(made.config)
+    assert error.value.fix.startswith("deployment=colocated ") == (turns <= len(gpus.visible_gpus()))
+
+
+def test_who_is_left_without_a_gpu_is_named(machine):
+    machine(1)
+    assert gpus.roles_without_gpu(plan()) == ["trainer/0"]
+    assert gpus.roles_without_gpu(plan("deployment=colocated")) == []
+    assert gpus.roles_without_gpu(plan("deployment.device=cpu")) == []
+
+
+def test_what_cannot_take_turns_is_not_offered():
+    assert devices_taking_turns(compose([])) == 1
+    assert devices_taking_turns(compose(["deployment=colocated"])) is None
+    assert devices_taking_turns(compose(["deployment.num_infer_gpus=3"])) is None  # more engines than ranks
+
+
+# --- the order of devices ---------------------------------------------------------------------------------------------
+
+
+def devices(kind: str, *overrides: str) -> list[tuple[int, ...]]:
+    return [role.devices for role in plan(*overrides).roles_of(kind)]
+
+
+def test_each_kind_of_role_takes_the_devices_that_are_named_for_it():
+    two = "parallelism=ep2"
+    named = [two, "deployment.infer_gpu_ids=[3]", "deployment.train_gpu_ids=[2,0]"]
+    assert (devices("inference", *named), devices("trainer", *named)) == ([(3,)], [(2,), (0,)])
+    assert devices("trainer", two, "deployment.infer_gpu_ids=[1]") == [(0,), (2,)], "the lowest that are left"
+    assert devices("inference", two, "deployment.train_gpu_ids=[1,0]") == [(2,)]
+    taking_turns = [two, "deployment=colocated", "deployment.train_gpu_ids=[5,4]"]
+    assert (devices("inference", *taking_turns), plan(*taking_turns).gpus_per_node) == ([(5,)], 6)
+    wide = ["inference=vllm", "deployment.num_infer_gpus=4", "inference.tp=2", "deployment.infer_gpu_ids=[6,4,1,0]"]
+    assert devices("inference", *wide) == [(6, 4), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["deployment.infer_gpu_ids=[0,1]"], "deployment.infer_gpu_ids=null"),
+        (["parallelism=ep2", "deployment.train_gpu_ids=[1,1]"], "deployment.train_gpu_ids=null"),
+        (["deployment.infer_gpu_ids=[1]", "deployment.train_gpu_ids=[1]"], "deployment.train_gpu_ids=null"),
+        (["deployment=colocated", "deployment.infer_gpu_ids=[1]"], "deployment.infer_gpu_ids=null"),
+        ([*MISSION, "deployment.device=cuda", "deployment.infer_gpu_ids=[1]"], "deployment.infer_gpu_ids=null"),
+        (["deployment=multi_node", "deployment.train_gpu_ids=[0]"], "deployment.train_gpu_ids=null"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(overrides, remedy):
+    with pytest.raises(ConfigError) as refused:
+        compose(overrides)
+    (violation,) = refused.value.violations
+    assert violation.fix.startswith(remedy)
+    compose([*overrides, remedy])
+
+
+# --- networks between nodes -------------------------------------------------------------------------------------------
+
+
+def test_nccl_between_nodes_takes_the_adapters_of_infiniband_that_are_up(tmp_path, monkeypatch):
+    adapters = {
+        "mlx5_0/ports/1": ("4: ACTIVE", "InfiniBand"),
+        "mlx5_1/ports/1": ("1: DOWN", "InfiniBand"),
+        "mlx5_2/ports/1": ("4: ACTIVE", "Ethernet"),
+        "mlx5_3/ports/2": ("4: ACTIVE", "InfiniBand"),
+    }
+    for name, (state, layer) in adapters.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "state").write_text(f"{state}\n")
+        (tmp_path / name / "link_layer").write_text(f"{layer}\n")
+    monkeypatch.setattr(environment, "INFINIBAND", tmp_path)
+    assert environment.interfaces("10.0.0.1") == {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_3:2"}
+    assert "NCCL_IB_HCA" not in environment.interfaces("127.0.0.1")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_1")
+    assert environment.interfaces("10.0.0.1") == {}

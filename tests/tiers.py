@@ -1,0 +1,37 @@
+"""What `pytest` without a word runs, on how many cores, and what else there is: its last lines name it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+TIERS = {  # marker -> what is in it; figures of a 2-core virtual machine
+    "slow": "whole runs of every kind (pytest -n 2 -m 'slow and not exhaustive and not slurm and not vllm')",
+    "timed": "what asserts how long something takes: by itself, on a machine without other work",
+    "slurm": "on a real SLURM, which it brings up and takes down (root, Debian's packages)",
+    "vllm": "with vLLM (its environment: prl/inference/README.md)",
+    "exhaustive": "combinations of what is tested singly; hours",
+}
+FIRST = "(not slow or smoke) and not " + " and not ".join(marker for marker in TIERS if marker != "slow")
+CORES = 4  # processes share the memory, too
+
+
+def choose(config: pytest.Config) -> None:
+    """The first tier, for who has named neither tests nor markers."""
+    said = config.option.markexpr or config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS
+    config.stash[IS_FIRST] = not (said or config.option.lf or config.option.collectonly)
+    if config.stash[IS_FIRST]:
+        config.option.markexpr = FIRST
+        if getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
+            config.option.numprocesses = min(os.cpu_count() or 1, CORES)
+
+
+def tell(config: pytest.Config, reporter: pytest.TerminalReporter) -> None:
+    if config.stash.get(IS_FIRST, False):
+        reporter.section("not among these")
+        for marker, what in TIERS.items():
+            reporter.write_line(f"pytest -m {marker:<11} {what}")
+
+
+IS_FIRST = pytest.StashKey[bool]()
