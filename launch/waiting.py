@@ -64,7 +64,7 @@ def urls_when_serving(path: Path) -> list[str]:
         status = read_status(path)
         if not is_queued:
             return []
-        if status.get("state") == "running" and time.time() - status["updated"] < FRESH_S:
+        if status.get("state") == "running" and status["urls"] and time.time() - status["updated"] < FRESH_S:
             return list(status["urls"])
         time.sleep(SERVER_POLL_S)
 

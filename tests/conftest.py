@@ -3,9 +3,9 @@
 import pytest
 import tiers
 from hypothesis import settings
-from slurm_cluster import short_path, slurm
+from slurm_cluster import no_job_is_left, short_path, slurm
 
-__all__ = ["short_path", "slurm"]
+__all__ = ["no_job_is_left", "short_path", "slurm"]
 
 settings.register_profile("without limits of time", deadline=None)  # the machine may have other work
 settings.load_profile("without limits of time")

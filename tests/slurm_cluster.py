@@ -50,6 +50,18 @@ def slurm() -> Iterator[DevCluster]:
         cluster.down()
 
 
+@pytest.fixture(autouse=True)
+def no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that failed leaves the nodes to the next one."""
+    yield
+    if "slurm" in request.fixturenames:
+        for _ in range(100):
+            if not ask("squeue", "--noheader"):
+                break
+            subprocess.run(["scancel", "--user=root"], check=False, timeout=60)
+            time.sleep(1)
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """For another cluster: not there yet, taken down in the end."""

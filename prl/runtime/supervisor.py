@@ -304,12 +304,13 @@ class Supervisor:
         self.home.hours.beat()
         self._echo()
         if self.status.state == "starting" and all(child.pulse.ready for child in self.children):
-            self.status.update(state="running", began=True, **self._snapshot())
-            if self.plan.config.job == "inference":
-                urls, tell = urls_of(self.plan, self.endpoints), self.home.progress.note
+            is_server, tell = self.plan.config.job == "inference", self.home.progress.note
+            urls = urls_of(self.plan, self.endpoints) if is_server else []
+            if is_server:
                 hand_out_keys(self.plan, self.run_dir, self.keys, tell, is_told_in_private(self.home.signals.scheduled))
-                self.status.update(urls=urls)
-                self.status.write()
+            # at once: who waits for the state reads the addresses, and asks with the keys
+            self.status.update(state="running", began=True, urls=urls, **self._snapshot())
+            if is_server:
                 tell(f"serving {self.plan.config.model.name} at {', '.join(urls)}; Ctrl-C stops")
         else:
             self.status.update(**self._snapshot())
