@@ -15,8 +15,14 @@ import prl
 from launch.points import Point
 from prl.config.errors import UserError
 from prl.config.search_path import directories, yaml_files
-from prl.runtime.own_modules import LARGEST_MODULE_BYTES, describe_modules, files_of, find_own_modules, size_of
-from prl.runtime.python_path import FROZEN_RECORD
+from prl.runtime.directory.own_modules import (
+    LARGEST_MODULE_BYTES,
+    describe_modules,
+    files_of,
+    find_own_modules,
+    size_of,
+)
+from prl.runtime.process.python_path import FROZEN_RECORD
 
 CONFIGS = "configs"  # copies of the user's own YAML: configs/0 of the first directory, and so on
 SUFFIXES = (".py", ".json", ".jinja", ".txt")

@@ -28,11 +28,11 @@ from launch.submitit_keys import refuse_contradictions
 from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.run_plan import make_plan
-from prl.runtime.files import locked
-from prl.runtime.for_people import API_KEY
-from prl.runtime.ports import ANY_HOST, LOOPBACK
+from prl.runtime.directory.files import locked
+from prl.runtime.directory.rundir import make_unique, refuse_foreign
+from prl.runtime.people.for_people import API_KEY
 from prl.runtime.preflight import check_directory
-from prl.runtime.rundir import make_unique, refuse_foreign
+from prl.runtime.process.ports import ANY_HOST, LOOPBACK
 
 if TYPE_CHECKING:
     from launch.session import Session

@@ -17,10 +17,10 @@ from launch.places import refusal
 from launch.points import Point, is_to_start, leave, state_in, take
 from launch.settings import LauncherSettings
 from prl.config.errors import ConfigError, UserError
-from prl.runtime.job_nodes import without_job
-from prl.runtime.python_path import python_command
-from prl.runtime.signals import STOP_SIGNALS, StopSignals
-from prl.runtime.slurm_job import job_name
+from prl.runtime.directory.identity import job_name
+from prl.runtime.nodes.job_nodes import without_job
+from prl.runtime.process.python_path import python_command
+from prl.runtime.process.signals import STOP_SIGNALS, StopSignals
 
 if TYPE_CHECKING:
     from launch.session import Session
@@ -255,8 +255,8 @@ def share_cores(count: int) -> list[set[int]]:
 def start_agent(
     path: Path, devices: str | None, cores: set[int], python_path: str, console: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """The point's roles take as many threads as there are cores (prl.runtime.environment). console: None: ours. The
-    SLURM job that this sweep may run in is none of the agent's, but its end leaves no more than KillWait.
+    """The point's roles take as many threads as there are cores (prl.runtime.process.environment). console: None: ours.
+    The SLURM job that this sweep may run in is none of the agent's, but its end leaves no more than KillWait.
     """
     within = [] if job_name() is None else [f"--within={job_name()}"]
     own = {"PYTHONPATH": python_path} | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prl.config.errors import UserError
-from prl.runtime.files import FULL_DISK, directory_in_the_way
+from prl.runtime.directory.files import FULL_DISK, directory_in_the_way
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
 

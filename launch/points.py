@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from prl.config.errors import ConfigError, UserError
 from prl.planning.run_plan import RunPlan, make_plan
-from prl.runtime.failures import MENDED_BY_PEOPLE
-from prl.runtime.files import change_object, damaged, is_held, read_object_or_default, replace_file
-from prl.runtime.rundir import claim, is_locked, refuse_foreign
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.files import change_object, damaged, is_held, read_object_or_default, replace_file
+from prl.runtime.directory.rundir import claim, is_locked, refuse_foreign
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.process.failures import MENDED_BY_PEOPLE
 
 if TYPE_CHECKING:
     from launch.code_copy import FrozenCode

@@ -22,9 +22,9 @@ from launch.settings import LauncherSettings
 from launch.slurm_queue import max_array_size, run_slurm
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import SlurmConfig
-from prl.runtime.files import create_exclusively, replace_file
-from prl.runtime.job_nodes import without_job
-from prl.runtime.python_path import python_command
+from prl.runtime.directory.files import create_exclusively, replace_file
+from prl.runtime.nodes.job_nodes import without_job
+from prl.runtime.process.python_path import python_command
 
 DEFAULT_TEMPLATE = Path(__file__).parent / "templates" / "default.sbatch.j2"
 

@@ -10,9 +10,9 @@ from launch.points import Point, is_taken, job_of_points, read_sweep, state_of
 from launch.slurm_queue import live_jobs
 from prl.config.errors import PointFailedError, UserError
 from prl.metrics.reader import read_rows
-from prl.runtime.files import read_object
-from prl.runtime.rundir import is_locked
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.files import read_object
+from prl.runtime.directory.rundir import is_locked
+from prl.runtime.directory.status_file import read_status
 
 OBJECTIVE = {  # job -> role, metric
     "rl": ("orchestrator", "eval/reward"),

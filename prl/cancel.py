@@ -11,9 +11,9 @@ from pathlib import Path
 
 from prl.config.console import shield_console
 from prl.config.errors import UserError
-from prl.runtime.identity import signal_process
-from prl.runtime.rundir import is_locked
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.identity import signal_process
+from prl.runtime.directory.rundir import is_locked
+from prl.runtime.directory.status_file import read_status
 from prl.status import find_runs, status_path
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from prl.config.console import console_error, leave_told, shield_console
 from prl.config.errors import UserError
 from prl.runtime.agent import read_attempts
-from prl.runtime.files import parse_object
-from prl.runtime.ledger import summarise_failures
-from prl.runtime.rundir import is_locked
-from prl.runtime.status_file import FINAL_STATES, read_status, status_path
-from prl.runtime.view import clock
+from prl.runtime.directory.files import parse_object
+from prl.runtime.directory.ledger import summarise_failures
+from prl.runtime.directory.rundir import is_locked
+from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
+from prl.runtime.people.view import clock
 
 HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "updated", "why")
 WHY_WIDTH = 80

@@ -11,7 +11,7 @@ from prl.config.schema import EnvConfig
 from prl.envs.protocol import Reply
 from prl.envs.worker import EnvWorker
 from prl.orchestrator.env_client import EnvClient
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.keys import RunKeys
 
 
 def said(text, finish_reason="stop"):

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.engines import EnginePool
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.keys import RunKeys
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(256,))
 

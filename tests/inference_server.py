@@ -25,7 +25,7 @@ from prl.inference.engine import TorchEngine
 from prl.inference.guard import CLIENT_ROUTES
 from prl.inference.sequences import Sequence
 from prl.planning.run_plan import RunPlan, make_plan
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.keys import RunKeys
 
 TOKEN, CONTROL = "run-token", "control-token"
 ITS_OWN = "the key that the route wants"

@@ -16,7 +16,7 @@ from prl.models.attention import packed_attention
 from prl.models.qwen3 import Qwen3Model
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.commands import render_commands
-from prl.runtime.environment import child_environment
+from prl.runtime.process.environment import child_environment
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.optim import build_optimizers, lr_factor
 

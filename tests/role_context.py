@@ -6,9 +6,9 @@ from pathlib import Path
 
 from prl.config import compose
 from prl.planning import make_plan
-from prl.runtime.child import Boot, ChildContext
-from prl.runtime.guards import StopFlag
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.child import Boot, ChildContext
+from prl.runtime.process.guards import StopFlag
+from prl.runtime.process.keys import RunKeys
 
 
 def context_of(run_dir: Path, *overrides: str, job: str = "rl", role: str = "trainer/0") -> ChildContext:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.status_file import read_status
 
 TESTS = Path(__file__).parent
 # small enough that a run's time is mostly that of starting its processes

@@ -19,9 +19,9 @@ from pathlib import Path
 from runtime_tree import fill_bytes
 
 from prl.config.errors import UserError
-from prl.runtime.checkpoints import commit, parts_of, raise_if_full, staging_dir
-from prl.runtime.child import ChildContext
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.checkpoints import commit, parts_of, raise_if_full, staging_dir
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.process.child import ChildContext
 
 ROLES = ("inference", "orchestrator", "trainer", "sft", "env")
 ENTRIES = {role: f"runtime_roles:{'serve' if role in ('inference', 'env') else 'work'}" for role in ROLES}

@@ -21,7 +21,7 @@ import pytest
 from prl.config import compose
 from prl.config.schema import RunConfig
 from prl.metrics.writer import metrics_path
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.status_file import read_status
 
 TESTS = Path(__file__).parent
 TAG = "PRL_TEST_TREE"  # everything that descends from a root started here carries it

@@ -16,10 +16,10 @@ from prl.config.errors import UserError
 from prl.planning.run_plan import make_plan, plan_to_json
 from prl.runtime import agent
 from prl.runtime.agent import conclude, read_attempts
-from prl.runtime.identity import describe_process
-from prl.runtime.job_nodes import KEY
-from prl.runtime.ledger import read_failures
-from prl.runtime.rundir import claim
+from prl.runtime.directory.identity import describe_process
+from prl.runtime.directory.ledger import read_failures
+from prl.runtime.directory.rundir import claim
+from prl.runtime.nodes.job_nodes import KEY
 
 PLAN = SimpleNamespace(config=SimpleNamespace(sweep="s"))
 WRONG = UserError("there is no data", where="sft.data", fix="sft.data=...")

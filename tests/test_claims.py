@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from prl.runtime import claims
-from prl.runtime.claims import Claim
-from prl.runtime.identity import describe_process
+from prl.runtime.directory import claims
+from prl.runtime.directory.claims import Claim
+from prl.runtime.directory.identity import describe_process
 
 TAKE = """
 import sys, pathlib
-from prl.runtime.claims import Claim
+from prl.runtime.directory.claims import Claim
 print(Claim(pathlib.Path(sys.argv[1])).take(), flush=True)
 """
 

@@ -23,8 +23,8 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.metrics.writer import MetricsWriter
 from prl.planning.run_plan import make_plan
-from prl.runtime.rundir import claim
-from prl.runtime.status_file import StatusFile
+from prl.runtime.directory.rundir import claim
+from prl.runtime.directory.status_file import StatusFile
 
 FAILURE = {"class": "oom", "role": "trainer/0", "message": "CUDA out of memory"}
 

@@ -22,8 +22,8 @@ from prl.compare.points import Point, read_directory
 from prl.compare.table import Table, group_table, point_table
 from prl.compare.wandb_source import read_group
 from prl.planning.run_plan import plan_from_json
-from prl.runtime.claims import Claim
-from prl.runtime.hours import summarise
+from prl.runtime.directory.claims import Claim
+from prl.runtime.directory.hours import summarise
 from prl.runtime.warm_cache import warm_start_dir
 
 T0 = 1_800_000_000.0  # Unix seconds, in the future: nothing that the tests' own files tell is later

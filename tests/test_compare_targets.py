@@ -16,7 +16,7 @@ from prl.compare.__main__ import _parser, run
 from prl.compare.targets import read_targets
 from prl.compare.wandb_file import BLOCK, find_files, read_files
 from prl.config.errors import UserError
-from prl.runtime.files import read_object
+from prl.runtime.directory.files import read_object
 
 
 def write_wandb_file(path: Path, records: list[Any], torn: int = 0) -> Path:

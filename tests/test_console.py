@@ -16,7 +16,7 @@ import pytest
 from runs import environment, rows
 from runtime_tree import Start, start, wait_for
 
-from prl.runtime.checkpoints import steps
+from prl.runtime.directory.checkpoints import steps
 
 __all__ = ["start"]
 

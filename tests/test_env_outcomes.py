@@ -25,7 +25,7 @@ from prl.orchestrator.producer import Producer
 from prl.orchestrator.rollout import EnvironmentGone, FailedRollout, Group, Rollout, RolloutFailed, Sample
 from prl.orchestrator.runner import MAX_FAILURES_IN_A_ROW, EnvironmentBroken, NothingWorks, RolloutRunner
 from prl.orchestrator.tasks import TaskChoice, TaskSampler
-from prl.runtime.files import read_objects
+from prl.runtime.directory.files import read_objects
 
 ODD = [
     *(arg for arg in UNEVALUATED if not arg.startswith("env.mix")),

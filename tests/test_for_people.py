@@ -11,8 +11,8 @@ import tiers
 
 from prl.config import compose
 from prl.planning import make_plan
-from prl.runtime import for_people
-from prl.runtime.keys import make_keys
+from prl.runtime.people import for_people
+from prl.runtime.process.keys import make_keys
 
 EVERYWHERE = "inference.host=0.0.0.0"
 

@@ -11,7 +11,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.planning import make_plan
 from prl.planning.render import render_plan
 from prl.planning.sharing import devices_taking_turns
-from prl.runtime import environment, gpus
+from prl.runtime.process import environment, gpus
 
 MISSION = ["parallelism=ep8_cp2", "memory=tight"]
 

@@ -17,10 +17,10 @@ from runtime_tree import Start, start, wait_for
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.planning.run_plan import make_plan
-from prl.runtime import rundir
-from prl.runtime.identity import describe_process, find_process, signal_process
-from prl.runtime.reaper import Watch
-from prl.runtime.rundir import claim
+from prl.runtime.directory import rundir
+from prl.runtime.directory.identity import describe_process, find_process, signal_process
+from prl.runtime.directory.rundir import claim
+from prl.runtime.process.reaper import Watch
 
 __all__ = ["start"]
 

@@ -12,9 +12,9 @@ from prl.metrics.wandb_mirror import run_settings
 from prl.models.tokenizer import load_tokenizer
 from prl.planning import make_plan
 from prl.planning.run_plan import plan_to_json
-from prl.runtime.child import Boot, _run
-from prl.runtime.guards import StopFlag
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.child import Boot, _run
+from prl.runtime.process.guards import StopFlag
+from prl.runtime.process.keys import RunKeys
 from prl.trainer.parallelize import build_meta
 
 __all__ = ["start"]

@@ -25,7 +25,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.config.sweep import expand, resolve_points
 from prl.planning.run_plan import make_plan, plan_to_json
 from prl.runtime.agent import may_go_on, read_attempts
-from prl.runtime.python_path import python_path
+from prl.runtime.process.python_path import python_path
 
 SMALL = ["max_steps=3", "seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.export_hf=false"]
 FINAL = ("oom", "config", "env", "diverged", "code")  # classes of failure that would come again

@@ -10,14 +10,14 @@ import pytest
 from slurm_cluster import SMALL
 
 import prl.status
-from prl.runtime.ledger import read_failures, summarise_failures
-from prl.runtime.status_file import StatusFile
+from prl.runtime.directory.ledger import read_failures, summarise_failures
+from prl.runtime.directory.status_file import StatusFile
 from prl.status import render
 
 WRITER = """
 import sys
 from pathlib import Path
-from prl.runtime.ledger import record_failure
+from prl.runtime.directory.ledger import record_failure
 point = Path(sys.argv[1])
 for i in range(300):
     record_failure(point, attempt=i, kind="oom", message="é" * 2000, node="n0", job=None, requeued=False)

@@ -15,7 +15,7 @@ from launch import local
 from launch.code_copy import FrozenCode
 from launch.session import Session
 from launch.settings import LauncherSettings
-from prl.runtime.signals import StopSignals
+from prl.runtime.process.signals import StopSignals
 
 COUNTS_SIGNALS = """
 import signal, sys, time

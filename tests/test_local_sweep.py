@@ -19,8 +19,8 @@ from slurm_cluster import SMALL_RL, copy_checkout, points_of, status_of
 
 from launch.launching import SUBMIT_LOCK
 from prl.runtime.agent import read_attempts
-from prl.runtime.checkpoints import latest_valid, parts_of
-from prl.runtime.files import locked
+from prl.runtime.directory.checkpoints import latest_valid, parts_of
+from prl.runtime.directory.files import locked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

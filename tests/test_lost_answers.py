@@ -7,7 +7,7 @@ from fake_engine import generate, pool_of
 
 from prl.orchestrator import engines
 from prl.orchestrator.engine_answers import EngineError
-from prl.runtime.failures import classify
+from prl.runtime.process.failures import classify
 
 UPDATE = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
 FILES = {"type": "filesystem", "path": "/weights"}

@@ -208,7 +208,8 @@ def test_mode(
 
 def test_nothing_heavy_is_imported_by_the_root() -> None:
     code = (
-        "import sys, prl.runtime.launch, prl.runtime.child, prl.metrics.wandb_mirror, prl.metrics.mfu, prl.status;"
+        "import sys, prl.runtime.launch, prl.runtime.process.child;"
+        "import prl.metrics.wandb_mirror, prl.metrics.mfu, prl.status;"
         "print([m for m in ('torch', 'wandb', 'vllm', 'transformers', 'matplotlib', 'aiohttp') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -19,12 +19,12 @@ from runtime_tree import TESTS, Root, Start, make_config, start, wait_for
 
 from prl.metrics.reader import read_rows
 from prl.planning.run_plan import make_plan
-from prl.runtime.checkpoints import steps
-from prl.runtime.door import knock
-from prl.runtime.job_nodes import KEY, Meeting, announce, connect, job_key, node_of_this_process, read_meeting
-from prl.runtime.nodes import devices_of
-from prl.runtime.rundir import claim
-from prl.runtime.wire import SILENCE_LIMIT_S, Wire
+from prl.runtime.directory.checkpoints import steps
+from prl.runtime.directory.rundir import claim
+from prl.runtime.nodes.door import knock
+from prl.runtime.nodes.job_nodes import KEY, Meeting, announce, connect, job_key, node_of_this_process, read_meeting
+from prl.runtime.nodes.remote import devices_of
+from prl.runtime.nodes.wire import SILENCE_LIMIT_S, Wire
 
 __all__ = ["start"]  # the fixture
 
@@ -149,7 +149,7 @@ def test_an_agent_that_stops_is_lost_after_a_while(monkeypatch: pytest.MonkeyPat
     near, far = tcp_pair()
     wire = Wire(near)
     now = [wire.heard_s]
-    monkeypatch.setattr("prl.runtime.wire.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("prl.runtime.nodes.wire.time", SimpleNamespace(monotonic=lambda: now[0]))
     now[0] += 0.9 * SILENCE_LIMIT_S
     assert wire.lost is None
     far.sendall(b'{"ping": 1}\n')

@@ -17,7 +17,7 @@ from prl.config.errors import UserError
 from prl.config.schema import AlgoConfig
 from prl.orchestrator.engine_answers import EngineError, parse_choice
 from prl.planning.run_plan import MeshPlan
-from prl.runtime.checkpoints import find_damage, parts_of
+from prl.runtime.directory.checkpoints import find_damage, parts_of
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.world import build_world

@@ -16,7 +16,7 @@ from runs import UNEVALUATED, environment
 import prl
 from launch.code_copy import freeze_code
 from prl.config import compose
-from prl.runtime.own_modules import describe_modules, files_of, find_own_modules, hash_of
+from prl.runtime.directory.own_modules import describe_modules, files_of, find_own_modules, hash_of
 
 ENVIRONMENT = """
 from prl.envs.protocol import Environment, Task, user

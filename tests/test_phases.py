@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from prl.runtime import hours as hours_module
-from prl.runtime.hours import Hours, allocated_devices, read_hours, summarise
-from prl.runtime.phases import END, KEPT, START, WARM_START, Phases
+from prl.runtime.directory import hours as hours_module
+from prl.runtime.directory.hours import Hours, allocated_devices, read_hours, summarise
+from prl.runtime.directory.phases import END, KEPT, START, WARM_START, Phases
 
 
 def spent(phases: Phases, now: float, ends: bool = False) -> dict[str, float]:

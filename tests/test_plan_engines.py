@@ -14,9 +14,9 @@ from prl.planning import make_plan
 from prl.planning.commands import example_endpoints, render_commands
 from prl.planning.run_plan import RunPlan
 from prl.planning.vllm_arguments import server_arguments
-from prl.runtime import ports
-from prl.runtime.ports import lease_ports
-from prl.runtime.restarts import why_final
+from prl.runtime.process import ports
+from prl.runtime.process.ports import lease_ports
+from prl.runtime.process.restarts import why_final
 
 GOLDEN = Path(__file__).parent / "golden"
 MOE = ["inference=vllm", "model=qwen3_30b_a3b", "model.path=/models/qwen3_30b_a3b", "warm_start=none",

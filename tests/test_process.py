@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 from runtime_tree import wait_for
 
-from prl.runtime import process
-from prl.runtime.child import Boot
-from prl.runtime.guards import STOP_SIGNAL
-from prl.runtime.keys import RunKeys
+from prl.runtime.process import child_process
+from prl.runtime.process.child import Boot
+from prl.runtime.process.guards import STOP_SIGNAL
+from prl.runtime.process.keys import RunKeys
 
 LISTENS_LATE = """
 import sys, time
 from pathlib import Path
-from prl.runtime.guards import StopFlag
+from prl.runtime.process.guards import StopFlag
 place = Path(sys.argv[1])
 (place / "up").touch()
 while not (place / "go").exists():
@@ -34,10 +34,10 @@ sys.exit(0 if stop.is_set else 9)
 def test_signals_wait_until_a_child_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Told to stop before it could know what that is; a scheduler's SIGTERM is never for it."""
     monkeypatch.setattr(
-        process, "python_command", lambda module, *words: [sys.executable, "-c", LISTENS_LATE, words[0]]
+        child_process, "python_command", lambda module, *words: [sys.executable, "-c", LISTENS_LATE, words[0]]
     )
     reaper = SimpleNamespace(tell=lambda line: None)
-    child = process.ChildProcess(tmp_path, "orchestrator", None, reaper)  # type: ignore[arg-type]
+    child = child_process.ChildProcess(tmp_path, "orchestrator", None, reaper)  # type: ignore[arg-type]
     boot = Boot(os.getpid(), "a:b", {}, RunKeys(), "", None, -1, 0, None, "", 0)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     child.start(boot, {"PYTHONPATH": str(Path(__file__).parents[1])})

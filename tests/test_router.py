@@ -18,8 +18,8 @@ from prl.config.schema import RunConfig
 from prl.inference.router import vllm_router
 from prl.inference.router.server import takes_vllm_router
 from prl.planning.run_plan import make_plan
-from prl.runtime.ports import lease_ports
-from prl.runtime.restarts import why_final
+from prl.runtime.process.ports import lease_ports
+from prl.runtime.process.restarts import why_final
 
 BUILTIN = "inference.router.type=builtin"
 GOLDEN = Path(__file__).parent / "golden/vllm_router.txt"

@@ -19,7 +19,7 @@ from prl.inference.router.proxy import CONTROL_ROUTES, Router
 from prl.orchestrator import engines
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engines import EnginePool
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.keys import RunKeys
 
 KEY = {"Authorization": "Bearer token"}
 PROMPT = list(range(64))

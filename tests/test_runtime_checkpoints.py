@@ -17,8 +17,8 @@ import pytest
 from runtime_tree import fill_bytes, mount_small_disk, wait_for
 
 from prl.config.errors import UserError
-from prl.runtime import checksums, commits
-from prl.runtime.checkpoints import (
+from prl.runtime.directory import checksums, commits
+from prl.runtime.directory.checkpoints import (
     commit,
     discard_after,
     find_damage,
@@ -28,8 +28,8 @@ from prl.runtime.checkpoints import (
     step_dir,
     steps,
 )
-from prl.runtime.commits import CommitStalled, Committer
-from prl.runtime.failures import classify, error_record, parse_error_record
+from prl.runtime.directory.commits import CommitStalled, Committer
+from prl.runtime.process.failures import classify, error_record, parse_error_record
 
 PARTS = parts_of("rl")
 

@@ -17,14 +17,14 @@ from prl.config.errors import UserError
 from prl.inference.isolation import BrokenWeights
 from prl.metrics.writer import MetricsWriter
 from prl.planning.run_plan import RunPlan, make_plan, plan_from_json
-from prl.runtime import environment
-from prl.runtime import restarts as restarts_module
-from prl.runtime.environment import num_threads, visible_devices
-from prl.runtime.failures import blame_rank, classify, error_record, log_tail, parse_error_record
-from prl.runtime.ports import lease_ports
-from prl.runtime.restarts import Restarts
-from prl.runtime.rundir import claim
-from prl.runtime.view import RunView, clock
+from prl.runtime.directory.rundir import claim
+from prl.runtime.people.view import RunView, clock
+from prl.runtime.process import environment
+from prl.runtime.process import restarts as restarts_module
+from prl.runtime.process.environment import num_threads, visible_devices
+from prl.runtime.process.failures import blame_rank, classify, error_record, log_tail, parse_error_record
+from prl.runtime.process.ports import lease_ports
+from prl.runtime.process.restarts import Restarts
 
 
 def plan_of(*overrides: str, config: str = "rl") -> RunPlan:

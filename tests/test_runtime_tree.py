@@ -21,9 +21,9 @@ from runtime_tree import Root, Start, mount_small_disk, read_bytes, start, wait_
 from prl.config import compose
 from prl.metrics.reader import read_rows
 from prl.planning.run_plan import make_plan
-from prl.runtime.checkpoints import steps
-from prl.runtime.environment import ALLOCATORS, child_environment
-from prl.runtime.rundir import is_locked
+from prl.runtime.directory.checkpoints import steps
+from prl.runtime.directory.rundir import is_locked
+from prl.runtime.process.environment import ALLOCATORS, child_environment
 
 SLOW_STEPS = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
 STAYING = {name: {"step_s": 0.1, "stay_at": 5} for name in ("orchestrator", "trainer/0")}  # it is hit before its end

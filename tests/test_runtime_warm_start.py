@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runtime_tree import Start, start, wait_for
 
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.status_file import read_status
 
 __all__ = ["start"]  # the fixture
 

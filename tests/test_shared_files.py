@@ -25,9 +25,9 @@ from prl.metrics.reader import truncate_rows
 from prl.metrics.wandb_mirror import Feed
 from prl.orchestrator.rollout_log import RolloutLog
 from prl.runtime.agent import read_attempts, write_attempt
-from prl.runtime.checkpoints import steps
-from prl.runtime.files import as_user_error
-from prl.runtime.status_file import StatusFile, read_status
+from prl.runtime.directory.checkpoints import steps
+from prl.runtime.directory.files import as_user_error
+from prl.runtime.directory.status_file import StatusFile, read_status
 from prl.status import render
 
 __all__ = ["start"]

@@ -13,7 +13,7 @@ import pytest
 from runs import UNEVALUATED, Moment, environment, finish, rows, wait_for_step
 from runs import start as begin
 
-from prl.runtime.checkpoints import find_damage, parts_of
+from prl.runtime.directory.checkpoints import find_damage, parts_of
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +24,8 @@ SMALL = ["seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none",
 SITECUSTOMIZE = f"""
 import time
 
-import prl.runtime.checkpoints as checkpoints
-import prl.runtime.progress as progress
+import prl.runtime.directory.checkpoints as checkpoints
+import prl.runtime.people.progress as progress
 
 write, update = checkpoints._write_manifest, progress.Progress.update
 

@@ -24,8 +24,8 @@ from slurm_cluster import (
 )
 
 from prl.runtime.agent import read_attempts
-from prl.runtime.hours import read_hours
-from prl.runtime.ledger import read_failures
+from prl.runtime.directory.hours import read_hours
+from prl.runtime.directory.ledger import read_failures
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.usefixtures("slurm")]
 

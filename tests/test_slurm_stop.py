@@ -25,8 +25,8 @@ from slurm_cluster import (
 )
 
 from prl.runtime.agent import read_attempts
-from prl.runtime.checkpoints import latest_valid, parts_of
-from prl.runtime.slurm_job import ask_kill_wait
+from prl.runtime.directory.checkpoints import latest_valid, parts_of
+from prl.runtime.nodes.slurm_job import ask_kill_wait
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.usefixtures("slurm")]
 

@@ -71,7 +71,7 @@ def footprints(root: psutil.Process) -> dict[str, Footprint]:
     found = {"root": Footprint.of(root.pid)}
     for child in root.children():
         words = child.cmdline()
-        if "prl.runtime.child" in words:
+        if "prl.runtime.process.child" in words:
             found[words[-1]] = Footprint.of(child.pid)
     return found
 

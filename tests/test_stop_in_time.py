@@ -11,11 +11,12 @@ import pytest
 from runtime_tree import wait_for
 from test_runtime_checkpoints import PARTS, flip_a_bit
 
-from prl.runtime import slurm_job
-from prl.runtime.checkpoints import commit, find_damage, latest_valid, staging_dir
-from prl.runtime.signals import StopSignals
-from prl.runtime.slurm_job import limit_by_kill_wait
-from prl.runtime.stop_notice import clear_notice, seconds_left, write_notice
+from prl.runtime.directory.checkpoints import commit, find_damage, latest_valid, staging_dir
+from prl.runtime.directory.identity import job_name
+from prl.runtime.directory.stop_notice import clear_notice, seconds_left, write_notice
+from prl.runtime.nodes import slurm_job
+from prl.runtime.nodes.slurm_job import limit_by_kill_wait
+from prl.runtime.process.signals import StopSignals
 from prl.trainer import saving
 from prl.trainer.saving import Saving
 
@@ -119,7 +120,7 @@ def test_slurms_signals_count_once_and_set_a_limit(squeue):
 
 
 def test_the_grace_before_a_preemption_lifts_the_limit_and_its_end_sets_it_anew(squeue, monkeypatch):
-    monkeypatch.setattr("prl.runtime.signals.REPEAT_S", 0.3)
+    monkeypatch.setattr("prl.runtime.process.signals.REPEAT_S", 0.3)
     with StopSignals(scheduled=True) as signals:
         thread = watch(signals)
         signal.raise_signal(signal.SIGTERM)  # the grace begins
@@ -160,7 +161,7 @@ def test_a_cluster_without_its_programs_is_no_reason_to_fail(monkeypatch):
 def test_an_array_element_goes_by_its_own_name(monkeypatch):
     for name, value in (("JOB_ID", "123"), ("ARRAY_JOB_ID", "123"), ("ARRAY_TASK_ID", "4")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert slurm_job.job_name() == "123_4"
+    assert job_name() == "123_4"
 
 
 def test_a_terminal_that_closes_hangs_up_twice_and_counts_once():

@@ -21,7 +21,7 @@ from prl.models.attention import activate_attention, packed_attention
 from prl.models.checkpoint import hf_tensors
 from prl.models.qwen3 import rotary_tables
 from prl.planning.run_plan import MeshPlan
-from prl.runtime.checkpoints import latest_valid, parts_of
+from prl.runtime.directory.checkpoints import latest_valid, parts_of
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
 from prl.trainer.optimizer_offload import master_weights

@@ -16,9 +16,9 @@ from env_serving import serving
 from runtime_tree import Start, start
 
 from prl.envs.reverse_text import ReverseText
-from prl.runtime import keys
-from prl.runtime.child import Boot
-from prl.runtime.keys import HELD_BY, RunKeys, bears, make_keys
+from prl.runtime.process import keys
+from prl.runtime.process.child import Boot
+from prl.runtime.process.keys import HELD_BY, RunKeys, bears, make_keys
 
 __all__ = ["start"]  # the fixture
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_tree import TESTS, Root, Start, start, wait_for
 
-from prl.runtime.door import MAX_STRANGERS, Door, knock
-from prl.runtime.job_nodes import BY_HAND, KEY
-from prl.runtime.wire import Wire
+from prl.runtime.nodes.door import MAX_STRANGERS, Door, knock
+from prl.runtime.nodes.job_nodes import BY_HAND, KEY
+from prl.runtime.nodes.wire import Wire
 
 __all__ = ["start"]  # the fixture
 
@@ -116,7 +116,7 @@ def test_who_knows_the_token_is_let_in_once() -> None:
 
 
 def test_half_open_connections_are_bounded_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prl.runtime.door.HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("prl.runtime.nodes.door.HANDSHAKE_S", 1.0)
     with door() as made, contextlib.ExitStack() as stack:
         for _ in range(800):
             stack.enter_context(socket.create_connection((LOOPBACK, made.port)))

@@ -359,7 +359,7 @@ def test_killing_the_root_leaves_no_process(server: Server) -> None:
     family = [server.process, *server.process.children(recursive=True)]
     names = " ".join(" ".join(process.cmdline()) for process in family)
     assert "EngineCore" in names, names
-    assert "prl.runtime.child" in names, names
+    assert "prl.runtime.process.child" in names, names
     server.process.kill()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]

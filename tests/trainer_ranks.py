@@ -22,7 +22,7 @@ from prl.config.world import resolve_world
 from prl.models.checkpoint import hf_tensors
 from prl.models.moe import local_part
 from prl.planning.run_plan import MeshPlan
-from prl.runtime.checkpoints import commit, parts_of
+from prl.runtime.directory.checkpoints import commit, parts_of
 from prl.trainer import parallelize
 from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.checkpoint import TrainerCheckpointer

@@ -28,7 +28,7 @@ from prl.models.qwen3 import Qwen3Model
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.planning import make_plan
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.keys import RunKeys
 from prl.transport.weights import Publisher
 from prl.transport.weights_files import FilesystemPublisher
 

@@ -21,7 +21,7 @@ from prl.bench.trainer import write_result
 from prl.config.schema import ModelCard
 from prl.metrics.mfu import FORMULA, packed_flops
 from prl.models.checkpoint import card_to_hf_config
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.policy import seed_everything
 from prl.trainer.rl_step import loss_denominator

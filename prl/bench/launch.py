@@ -18,12 +18,12 @@ from prl.bench.report import print_report
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import make_plan
-from prl.runtime.failures import Failure
-from prl.runtime.files import replace_file
+from prl.runtime.directory.files import replace_file
+from prl.runtime.directory.rundir import claim
+from prl.runtime.directory.status_file import StatusFile, read_status
 from prl.runtime.launch import run as run_tree
-from prl.runtime.rundir import claim
-from prl.runtime.signals import STOP_SIGNALS, StopSignals
-from prl.runtime.status_file import StatusFile, read_status
+from prl.runtime.process.failures import Failure
+from prl.runtime.process.signals import STOP_SIGNALS, StopSignals
 
 RAW_RESULT = "bench.json"  # in the run directory: what the measuring process found
 RESULT = "result.json"  # beside it: the same with what was measured, and where

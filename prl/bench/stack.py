@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.metrics.reader import Row, read_rows
-from prl.runtime.report import is_number, merge_rows
+from prl.runtime.people.report import is_number, merge_rows
 
 
 def summarise_run(run_dir: Path, warmup_steps: int) -> dict[str, Any]:

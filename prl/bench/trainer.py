@@ -17,7 +17,7 @@ from prl.bench.profile import profile_step
 from prl.bench.rows import make_rows
 from prl.metrics.mfu import peak_flops
 from prl.models.checkpoint import resolve_model_path
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.rl_step import backward_rl, loss_denominator
 from prl.trainer.world import World, join_world, leave_world

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prl.runtime.hours import SUMMARY, Attempt, is_killed, read_hours
-from prl.runtime.phases import PHASES, STEPS, UNTOLD, WAITING
+from prl.runtime.directory.hours import SUMMARY, Attempt, is_killed, read_hours
+from prl.runtime.directory.phases import PHASES, STEPS, UNTOLD, WAITING
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def read_paid_hours(path: Path, devices: int | None, state: str) -> PaidHours | 
 
 
 def from_summary(summary: Mapping[str, Any]) -> PaidHours | None:
-    """Of a wandb run, as `prl.runtime.hours.summarise` has put it there: all attempts as one."""
+    """Of a wandb run, as `prl.runtime.directory.hours.summarise` has put it there: all attempts as one."""
     values = {phase: summary.get(f"{SUMMARY}/{phase}_s") for phase in PHASES}
     seconds = {phase: float(value) for phase, value in values.items() if isinstance(value, int | float)}
     hours = summary.get(f"{SUMMARY}/gpu_hours")

@@ -6,9 +6,9 @@ from prl.compare.columns import value_of
 from prl.compare.points import Point
 from prl.compare.ranking import Comparison
 from prl.compare.table import Cell, Table, ordered_points, swept_value
-from prl.runtime.hours import Attempt
-from prl.runtime.phases import PHASES
-from prl.runtime.view import clock
+from prl.runtime.directory.hours import Attempt
+from prl.runtime.directory.phases import PHASES
+from prl.runtime.people.view import clock
 
 HEADINGS = {"warm_start": "warm start", "warm_start_wait": "wait for warm start"}  # others are called as they are
 ABOUT_PHASES = (

@@ -11,9 +11,9 @@ from prl.compare.curves import ROLES, Curves, make_curves
 from prl.compare.hours import PaidHours, read_paid_hours
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
-from prl.runtime.files import read_object
-from prl.runtime.rundir import ENV, is_locked
-from prl.runtime.status_file import FINAL_STATES, read_status
+from prl.runtime.directory.files import read_object
+from prl.runtime.directory.rundir import ENV, is_locked
+from prl.runtime.directory.status_file import FINAL_STATES, read_status
 
 SWEEP_FILE = "sweep.json"
 LOST_AFTER_S = 120.0  # a live run rewrites its status every second; a lock held on another machine may be invisible

@@ -14,9 +14,9 @@ from prl.compare.hours import attempts_as_json
 from prl.compare.points import Point
 from prl.compare.ranking import Comparison, Group
 from prl.compare.stats import FOOTNOTE
-from prl.runtime.hours import totals
-from prl.runtime.phases import PHASES
-from prl.runtime.view import clock
+from prl.runtime.directory.hours import totals
+from prl.runtime.directory.phases import PHASES
+from prl.runtime.people.view import clock
 
 FIGURES = {  # figure -> heading
     "tokens_per_s": "tokens/s",

@@ -30,7 +30,7 @@ def show_json(config: RunConfig) -> int:
 
 def _examine(config: RunConfig, as_json: bool) -> int:
     from prl.doctor.report import can_run, render, render_json
-    from prl.runtime.rundir import OUTPUTS
+    from prl.runtime.directory.rundir import OUTPUTS
 
     began = time.monotonic()
     facts = _look(config.output_dir or str(OUTPUTS), config.cache_dir, config.inference.port)

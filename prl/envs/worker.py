@@ -27,8 +27,8 @@ from prl.config.schema import EnvConfig
 from prl.envs.checks import Nonsense, check_messages, check_metrics, check_reward, check_task, check_tasks, check_tools
 from prl.envs.loading import load_env, told_with_keys
 from prl.envs.protocol import ChatEnded, Environment, GraderFailed, Message, Outcome, Reply, Score, Task, Tool
-from prl.runtime.child import ChildContext
-from prl.runtime.keys import bears
+from prl.runtime.process.child import ChildContext
+from prl.runtime.process.keys import bears
 from prl.transport.serving import start_serving
 
 MAX_STUCK_REWARDS = 8  # threads that never came back; beyond that the process starts afresh

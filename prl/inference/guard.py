@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from prl.config.errors import UserError
 from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.planning.run_plan import RunPlan
-from prl.runtime.for_people import is_open
-from prl.runtime.keys import RunKeys, bears
+from prl.runtime.people.for_people import is_open
+from prl.runtime.process.keys import RunKeys, bears
 
 OPEN_ROUTES = ("/health",)
 GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")

@@ -26,7 +26,7 @@ from prl.inference.worker import EngineDied, EngineUnavailable, EngineWorker, Se
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import check_card, load_model, resolve_model_path
 from prl.models.tokenizer import load_tokenizer
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.transport.serving import start_serving
 from prl.transport.sources import WeightSource
 

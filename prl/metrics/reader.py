@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.metrics.writer import metrics_path
-from prl.runtime.files import parse_object, replace_file
+from prl.runtime.directory.files import parse_object, replace_file
 
 Row = dict[str, Any]
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}

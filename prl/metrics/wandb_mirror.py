@@ -16,8 +16,8 @@ from typing import Any, Literal
 from prl.config.schema import RunConfig
 from prl.metrics.reader import Row, Tail
 from prl.planning.run_plan import RunPlan
-from prl.runtime.files import read_object, replace_file
-from prl.runtime.hours import summarise
+from prl.runtime.directory.files import read_object, replace_file
+from prl.runtime.directory.hours import summarise
 
 Mode = Literal["online", "offline", "disabled"]
 MODES: tuple[Mode, ...] = ("online", "offline", "disabled")

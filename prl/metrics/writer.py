@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prl.runtime.files import LineFile
+from prl.runtime.directory.files import LineFile
 
 MAX_PENDING = 10_000  # rows
 

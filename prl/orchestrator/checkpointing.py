@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prl.runtime.checkpoints import ORCHESTRATOR, parts_of, raise_if_full, staging_dir, step_dir
-from prl.runtime.child import ChildContext
-from prl.runtime.commits import Committer
+from prl.runtime.directory.checkpoints import ORCHESTRATOR, parts_of, raise_if_full, staging_dir, step_dir
+from prl.runtime.directory.commits import Committer
+from prl.runtime.process.child import ChildContext
 
 STATE = "state.json"
 POLL_S = 0.05

@@ -16,7 +16,7 @@ from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.engine_answers import EngineError, cached_tokens, check_kept, check_routing, parse_choice
 from prl.orchestrator.rollout import Generation
 from prl.planning.vllm_arguments import PREFILL_ONLY
-from prl.runtime.keys import RunKeys
+from prl.runtime.process.keys import RunKeys
 from prl.transport.weights import HOST_TRANSPORTS
 from prl.transport.weights_lora import ADAPTER, LORA, load_steps
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.models.chat import Message
-from prl.runtime.files import append_objects
+from prl.runtime.directory.files import append_objects
 
 FILE_NAME = "failures.jsonl"
 KEPT = 20  # of each outcome while the engines serve one version

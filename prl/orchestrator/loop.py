@@ -30,7 +30,7 @@ from prl.orchestrator.rollout_log import RolloutLog
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.server import BadRequest, start_server
 from prl.orchestrator.tasks import TaskSampler
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.transport.batch import TrainBatch
 from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
 

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from prl.orchestrator.engines import EnginePool
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.status_file import read_status
 
 INTERVAL_S = 0.2
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from prl.orchestrator.producer import StepGroups
-from prl.runtime.files import append_objects, read_objects, replace_file
+from prl.runtime.directory.files import append_objects, read_objects, replace_file
 
 
 class RolloutLog:

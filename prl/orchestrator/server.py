@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from prl.runtime.keys import bears
+from prl.runtime.process.keys import bears
 from prl.transport.serving import read_body, start_serving
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -41,7 +41,7 @@ def render_commands(plan: RunPlan, old: bool = False) -> str:
             if role.node == node:
                 lines += _process(plan, role, endpoints, old)
         if node == 0 and plan.config.logging.wandb.mode != "disabled" and plan.config.job != "inference":
-            lines += [f"{MIRROR} (mirrors metrics)", f"  python -P -m prl.runtime.child $RUN_DIR {MIRROR}"]
+            lines += [f"{MIRROR} (mirrors metrics)", f"  python -P -m prl.runtime.process.child $RUN_DIR {MIRROR}"]
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +89,11 @@ def trainer_environment(config: RunConfig) -> dict[str, str]:
 def _process(plan: RunPlan, role: RolePlan, endpoints: Mapping[str, str], old: bool) -> list[str]:
     environment = _environment(plan, role, endpoints)
     assignments = " ".join(f"{name}={value}" for name, value in environment.items())
-    lines = [f"{role.name}{_about(role)}", f"  {assignments}", f"  python -P -m prl.runtime.child $RUN_DIR {role.name}"]
+    lines = [
+        f"{role.name}{_about(role)}",
+        f"  {assignments}",
+        f"  python -P -m prl.runtime.process.child $RUN_DIR {role.name}",
+    ]
     if role.engine is not None and plan.config.inference.engine == "vllm":
         path = plan.config.model.path if plan.config.model.path and not plan.config.warm_start else MODEL
         on_cpu = plan.config.deployment.device == "cpu"

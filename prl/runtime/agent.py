@@ -7,8 +7,8 @@ advances or has retries left. A job that is cancelled, or requeued by others, sa
 does a point by hand inside a job, which is its user's to requeue. Any other failure is one for SLURM too, by the exit
 code.
 
-Of a point on several nodes, the first node's agent does all that; the others serve it (prl.runtime.node_agent). Without
-SLURM, one command rehearses all nodes on one machine; `--node=0` here and `--node=1` and so on elsewhere are by hand.
+Of a point on several nodes, the first node's agent does all that; the others serve it (prl.runtime.nodes.node_agent).
+Without SLURM, one command rehearses all nodes on one machine; `--node=0` here, `--node=1` and so on elsewhere, by hand.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 from prl.config.console import shield_console
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
-from prl.runtime.failures import PASSING
-from prl.runtime.files import append_objects, as_user_error
-from prl.runtime.guards import die_with_parent
-from prl.runtime.identity import describe_process
-from prl.runtime.job_nodes import BY_HAND, KEY, Meeting, announce, host_name, job_key, node_of_this_process
-from prl.runtime.ledger import record_failure
-from prl.runtime.node_agent import serve_node
-from prl.runtime.rundir import refuse_alive
-from prl.runtime.signals import STOP_SIGNALS, StopSignals
-from prl.runtime.slurm_job import job_name, limit_by_kill_wait, requeue, was_preempted
-from prl.runtime.status_file import ATTEMPTS, read_attempts, read_status
+from prl.runtime.directory.files import append_objects, as_user_error
+from prl.runtime.directory.identity import describe_process, job_name
+from prl.runtime.directory.ledger import record_failure
+from prl.runtime.directory.rundir import refuse_alive
+from prl.runtime.directory.status_file import ATTEMPTS, read_attempts, read_status
+from prl.runtime.nodes.job_nodes import BY_HAND, KEY, Meeting, announce, host_name, job_key, node_of_this_process
+from prl.runtime.nodes.node_agent import serve_node
+from prl.runtime.nodes.slurm_job import limit_by_kill_wait, requeue, was_preempted
+from prl.runtime.process.failures import PASSING
+from prl.runtime.process.guards import die_with_parent
+from prl.runtime.process.signals import STOP_SIGNALS, StopSignals
 
 DEFAULT_RETRIES = 2
 TIME, PREEMPTED = "time", "preempted"  # what SLURM warns of

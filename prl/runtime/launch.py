@@ -16,19 +16,19 @@ from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
 from prl.planning.run_plan import RunPlan, make_plan
-from prl.runtime.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
-from prl.runtime.failures import Failure
-from prl.runtime.files import as_user_error
-from prl.runtime.gpus import refuse_too_few_gpus, roles_without_gpu
-from prl.runtime.hours import Hours
-from prl.runtime.nodes import Nodes, has_no_agents
+from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
+from prl.runtime.directory.files import as_user_error
+from prl.runtime.directory.hours import Hours
+from prl.runtime.directory.rundir import RunDir, claim
+from prl.runtime.directory.status_file import State, StatusFile, read_status
+from prl.runtime.nodes.remote import Nodes, has_no_agents
+from prl.runtime.people.progress import Progress
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
-from prl.runtime.progress import Progress
-from prl.runtime.reaper import Reaper
-from prl.runtime.rundir import RunDir, claim
-from prl.runtime.signals import StopSignals
-from prl.runtime.status_file import State, StatusFile, read_status
+from prl.runtime.process.failures import Failure
+from prl.runtime.process.gpus import refuse_too_few_gpus, roles_without_gpu
+from prl.runtime.process.reaper import Reaper
+from prl.runtime.process.signals import StopSignals
 from prl.runtime.supervisor import ENTRIES, Household, Outcome, Supervisor
 from prl.runtime.warm_start import warm_start
 
@@ -75,7 +75,7 @@ def run(
 
 
 def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: Mapping[str, str], hours: Hours) -> int:
-    from prl.runtime.report import print_report
+    from prl.runtime.people.report import print_report
 
     progress = Progress(plan.config.logging.progress)
     if read_status(run_dir.path).get("state") == "done":
@@ -139,7 +139,7 @@ def _prepare_resume(path: Path, job: str, progress: Progress) -> int:
 
 def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSignals) -> int:
     """Tell how it ended. Returns the exit code, or raises the role's UserError."""
-    from prl.runtime.report import print_report
+    from prl.runtime.people.report import print_report
 
     path = run_dir.path
     if run_dir.is_ours():

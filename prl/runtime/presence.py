@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prl.config.errors import UserError
-from prl.runtime.failures import Failure
+from prl.runtime.process.failures import Failure
 
 LOOK_INTERVAL_S = 1.0
 

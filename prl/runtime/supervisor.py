@@ -14,31 +14,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan
-from prl.runtime.checkpoints import steps
-from prl.runtime.child import WANDB, Boot
-from prl.runtime.echo import LogEcho
-from prl.runtime.environment import child_environment
-from prl.runtime.failures import (
+from prl.runtime.directory.checkpoints import steps
+from prl.runtime.directory.hours import Hours
+from prl.runtime.directory.status_file import State, StatusFile
+from prl.runtime.directory.stop_notice import clear_notice, write_notice
+from prl.runtime.nodes.remote import Nodes, RemoteChild
+from prl.runtime.people.echo import LogEcho
+from prl.runtime.people.for_people import hand_out_keys, is_told_in_private, take_back_keys, urls_of
+from prl.runtime.people.progress import Progress
+from prl.runtime.people.view import RunView
+from prl.runtime.presence import Presence
+from prl.runtime.process.child import WANDB, Boot
+from prl.runtime.process.child_process import ChildProcess, log_path
+from prl.runtime.process.environment import child_environment
+from prl.runtime.process.failures import (
     Failure,
     blame_rank,
     classify,
     describe,
     log_tail,
 )
-from prl.runtime.for_people import hand_out_keys, is_told_in_private, take_back_keys, urls_of
-from prl.runtime.hours import Hours
-from prl.runtime.keys import make_keys
-from prl.runtime.nodes import Nodes, RemoteChild
-from prl.runtime.ports import lease_ports
-from prl.runtime.presence import Presence
-from prl.runtime.process import ChildProcess, log_path
-from prl.runtime.progress import Progress
-from prl.runtime.reaper import Reaper
-from prl.runtime.restarts import MAX_RESTARTS, Restarts, why_final
-from prl.runtime.signals import StopSignals
-from prl.runtime.status_file import State, StatusFile
-from prl.runtime.stop_notice import clear_notice, write_notice
-from prl.runtime.view import RunView
+from prl.runtime.process.keys import make_keys
+from prl.runtime.process.ports import lease_ports
+from prl.runtime.process.reaper import Reaper
+from prl.runtime.process.restarts import MAX_RESTARTS, Restarts, why_final
+from prl.runtime.process.signals import StopSignals
 
 ENTRIES = {  # role, or "sft" for the trainers of an SFT job -> "module:function"
     "inference": "prl.inference.server:main",

@@ -10,7 +10,7 @@ from typing import Any
 
 from prl.config.point import random_checkpoint_dir, short_hash, warm_start_key
 from prl.config.schema import RunConfig
-from prl.runtime.own_modules import files_of, find_own_modules, hash_of
+from prl.runtime.directory.own_modules import files_of, find_own_modules, hash_of
 
 
 def warm_start_dir(config: RunConfig) -> Path:

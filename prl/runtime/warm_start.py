@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prl.planning.run_plan import RunPlan, plan_to_json, warm_start_plan
-from prl.runtime.claims import Claim
-from prl.runtime.files import replace_file
-from prl.runtime.phases import SHARED, START, WARM_START
-from prl.runtime.status_file import StatusFile
+from prl.runtime.directory.claims import Claim
+from prl.runtime.directory.files import replace_file
+from prl.runtime.directory.phases import SHARED, START, WARM_START
+from prl.runtime.directory.status_file import StatusFile
 from prl.runtime.supervisor import Household, Outcome, Supervisor
 from prl.runtime.warm_cache import warm_start_dir
 

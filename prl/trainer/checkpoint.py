@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from prl.runtime.checkpoints import TRAINER, full_disk_error, staging_dir
-from prl.runtime.files import is_full_disk
+from prl.runtime.directory.checkpoints import TRAINER, full_disk_error, staging_dir
+from prl.runtime.directory.files import is_full_disk
 from prl.trainer.optimizer_offload import master_weights
 
 BEAT_S = 0.5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prl.models.moe import local_part
-from prl.runtime.checkpoints import step_dir, steps
+from prl.runtime.directory.checkpoints import step_dir, steps
 from prl.trainer.world import sum_over_world
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from prl.models.adapters import peft_config
 from prl.planning.run_plan import RunPlan
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.trainer.world import World
 from prl.transport.stores import serve_store
 from prl.transport.weights import DEVICE_TRANSPORTS, Publisher, make_publisher

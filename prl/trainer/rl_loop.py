@@ -15,7 +15,7 @@ import torch
 from prl.metrics.mfu import utilisation
 from prl.models.adapters import peft_tensors
 from prl.models.checkpoint import hf_tensors, resolve_model_path
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.trainer.batches import BatchClient
 from prl.trainer.export import export_policy
 from prl.trainer.guard import StepGuard

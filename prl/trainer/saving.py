@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from prl.runtime.checkpoints import step_dir
-from prl.runtime.child import ChildContext
-from prl.runtime.stop_notice import seconds_left
+from prl.runtime.directory.checkpoints import step_dir
+from prl.runtime.directory.stop_notice import seconds_left
+from prl.runtime.process.child import ChildContext
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.policy import Policy
 from prl.trainer.world import World, sum_over_world

@@ -15,9 +15,9 @@ from prl.metrics.reader import read_rows
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import resolve_model_path
 from prl.models.tokenizer import load_tokenizer
-from prl.runtime.checkpoints import parts_of
-from prl.runtime.child import ChildContext
-from prl.runtime.commits import Committer
+from prl.runtime.directory.checkpoints import parts_of
+from prl.runtime.directory.commits import Committer
+from prl.runtime.process.child import ChildContext
 from prl.trainer.export import export_policy
 from prl.trainer.guard import StepGuard
 from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prl.planning.run_plan import MeshPlan
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prl.config.rules.rl import LOOPBACK_HOSTS
-from prl.runtime.child import ChildContext
-from prl.runtime.ports import RENDEZVOUS
+from prl.runtime.process.child import ChildContext
+from prl.runtime.process.ports import RENDEZVOUS
 from prl.transport.flat import check_layout
 
 VARIABLE = "PRL_WEIGHT_SOURCE"  # for processes that an engine starts by itself

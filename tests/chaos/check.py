@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rounds import STEPS, Round
 from runs import rows, series
 
-from prl.runtime.checkpoints import find_damage, parts_of
+from prl.runtime.directory.checkpoints import find_damage, parts_of
 
 if TYPE_CHECKING:
     from play import Told

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prl.runtime.agent import read_attempts
-from prl.runtime.status_file import read_status
+from prl.runtime.directory.status_file import read_status
 
 END_S = 300.0  # for a job that was hit, or resumes
 POLL_S = 0.2

@@ -155,7 +155,7 @@ def send(pid: int, how: str) -> None:
 def find(root: int, victim: str, run: Path | None = None) -> int | None:
     """The process of a role (of this run), or the reaper or the second node's agent, among the root's descendants."""
     special = {"reaper": ["reaper.py"], "agent": ["prl.runtime.agent", "--node=1"]}
-    marks = special.get(victim, ["prl.runtime.child", victim]) + ([] if run is None else [str(run)])
+    marks = special.get(victim, ["prl.runtime.process.child", victim]) + ([] if run is None else [str(run)])
     try:
         family = psutil.Process(root).children(recursive=True)
     except psutil.NoSuchProcess:  # it has just ended

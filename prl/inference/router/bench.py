@@ -31,7 +31,7 @@ from prl.config.schema import RouterConfig
 from prl.inference.guard import Doors
 from prl.inference.router import vllm_router
 from prl.inference.router.proxy import Router
-from prl.runtime.python_path import python_command, python_path
+from prl.runtime.process.python_path import python_command, python_path
 
 ROUTE = "/inference/v1/generate"
 ANSWER = {"choices": [{"token_ids": list(range(64)), "finish_reason": "length"}]}

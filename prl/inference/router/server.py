@@ -10,7 +10,7 @@ from prl.inference.bounds import body_limit
 from prl.inference.guard import doors_of
 from prl.inference.router import vllm_router
 from prl.inference.router.proxy import Router
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.transport.serving import start_serving
 
 log = logging.getLogger("prl.router")

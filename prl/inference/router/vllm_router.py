@@ -12,8 +12,8 @@ import urllib.request
 from prl.config.errors import UserError
 from prl.config.packages import ROUTER
 from prl.config.schema import RunConfig
-from prl.runtime.child import ChildContext
-from prl.runtime.python_path import python_command
+from prl.runtime.process.child import ChildContext
+from prl.runtime.process.python_path import python_command
 
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 1.0

@@ -12,7 +12,7 @@ from prl.config.packages import NIXL, VLLM, VLLM_VERSIONS
 from prl.config.schema import RunConfig
 from prl.inference.vllm.versions import installed_version, is_old
 from prl.planning.vllm_arguments import BACKEND, address_environment, vllm_defaults
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.transport.sources import WeightSource
 
 

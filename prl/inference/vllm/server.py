@@ -38,7 +38,7 @@ from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights,
 from prl.models.checkpoint import check_card, resolve_model_path
 from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import server_arguments, to_argv
-from prl.runtime.child import ChildContext
+from prl.runtime.process.child import ChildContext
 from prl.transport.sources import WeightSource
 
 build_app, init_app_state, make_arg_parser, validate_parsed_serve_args = server_parts()

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Literal
 
-from prl.runtime.view import RunView, clock
+from prl.runtime.people.view import RunView, clock
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -1,4 +1,4 @@
-"""`python -m prl.runtime.child <run dir> <role name>`: one process of the tree.
+"""`python -m prl.runtime.process.child <run dir> <role name>`: one process of the tree.
 
 Everything secret or ephemeral (keys, ports, inherited socket) comes as one JSON object on stdin, so that it shows in
 no command line and in no environment of the programs that a role starts.
@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 from prl.config.console import shield_console
 from prl.metrics.writer import MetricsWriter
 from prl.planning.run_plan import RolePlan, RunPlan, plan_from_json
-from prl.runtime.failures import error_record
-from prl.runtime.files import as_user_error
-from prl.runtime.guards import StopFlag, die_with_parent, dump_stacks_on_signal
-from prl.runtime.heartbeat import Heart
-from prl.runtime.keys import RunKeys
+from prl.runtime.directory.files import as_user_error
+from prl.runtime.directory.heartbeat import Heart
+from prl.runtime.process.failures import error_record
+from prl.runtime.process.guards import StopFlag, die_with_parent, dump_stacks_on_signal
+from prl.runtime.process.keys import RunKeys
 
 WANDB = "wandb"  # the metrics mirror: a child without a role in the plan
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

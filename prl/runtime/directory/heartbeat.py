@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from prl.runtime.files import replace_file
+from prl.runtime.directory.files import replace_file
 
 BEAT_INTERVAL_S = 0.5  # more frequent beats are not written
 STARTING, READY, SAVING = STATES = ("starting", "ready", "saving")

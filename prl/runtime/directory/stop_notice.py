@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from prl.runtime.files import read_object, replace_file
+from prl.runtime.directory.files import read_object, replace_file
 
 NOTICE = "stop.json"
 

@@ -18,16 +18,16 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.planning.run_plan import RolePlan, RunPlan
-from prl.runtime.child import Boot
-from prl.runtime.door import Door, addresses_of
-from prl.runtime.failures import Failure
-from prl.runtime.job_nodes import BY_HAND, KEY, NODES_FILE, Meeting, announce, job_key, nodes_of_step, own_hosts
-from prl.runtime.ports import LOOPBACK
-from prl.runtime.process import log_path
-from prl.runtime.python_path import python_command, python_path
-from prl.runtime.reaper import MARKER, Reaper
-from prl.runtime.signals import StopSignals
-from prl.runtime.wire import Message, Wire
+from prl.runtime.nodes.door import Door, addresses_of
+from prl.runtime.nodes.job_nodes import BY_HAND, KEY, NODES_FILE, Meeting, announce, job_key, nodes_of_step, own_hosts
+from prl.runtime.nodes.wire import Message, Wire
+from prl.runtime.process.child import Boot
+from prl.runtime.process.child_process import log_path
+from prl.runtime.process.failures import Failure
+from prl.runtime.process.ports import LOOPBACK
+from prl.runtime.process.python_path import python_command, python_path
+from prl.runtime.process.reaper import MARKER, Reaper
+from prl.runtime.process.signals import StopSignals
 
 ANSWER_LIMIT_S = 60.0
 STOP_S = 5.0

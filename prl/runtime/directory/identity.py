@@ -24,6 +24,12 @@ def describe_process(pid: int | None = None) -> dict[str, Any]:
     return {"pid": number, "host": platform.node(), "system": system_of_processes(), "started": start_of(number)}
 
 
+def job_name() -> str | None:
+    """As squeue shows it: 123_4 for an array element, whose SLURM_JOB_ID may be that of the whole array."""
+    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else os.environ.get("SLURM_JOB_ID")
+
+
 def system_of_processes() -> str:
     """What numbers processes here: this boot of the kernel, and the container."""
     with contextlib.suppress(OSError):

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from prl.planning.run_plan import RolePlan
-from prl.runtime.child import Boot
-from prl.runtime.failures import RECORD_BYTES, count_oom_kills, parse_error_record
-from prl.runtime.guards import STACK_DUMP_SIGNAL, STOP_SIGNAL, held_back
-from prl.runtime.heartbeat import Pulse
-from prl.runtime.python_path import python_command
-from prl.runtime.reaper import Reaper
+from prl.runtime.directory.heartbeat import Pulse
+from prl.runtime.process.child import Boot
+from prl.runtime.process.failures import RECORD_BYTES, count_oom_kills, parse_error_record
+from prl.runtime.process.guards import STACK_DUMP_SIGNAL, STOP_SIGNAL, held_back
+from prl.runtime.process.python_path import python_command
+from prl.runtime.process.reaper import Reaper
 
 
 def log_path(run_dir: Path, name: str, role: RolePlan | None) -> Path:
@@ -50,7 +50,7 @@ class ChildProcess:
         self.error: dict[str, Any] = {}  # of `parse_error_record`, once it has failed
 
     def start(self, boot: Boot, environment: dict[str, str]) -> None:
-        """Spawn `python -m prl.runtime.child` in its own session, stdout and stderr going to its log.
+        """Spawn `python -m prl.runtime.process.child` in its own session, stdout and stderr going to its log.
 
         From the main thread only: PR_SET_PDEATHSIG fires when the *thread* that forked ends (prctl(2)).
         """
@@ -67,7 +67,7 @@ class ChildProcess:
                 log.flush()
             with held_back():
                 self.popen = subprocess.Popen(
-                    python_command("prl.runtime.child", str(self.run_dir), self.name),
+                    python_command("prl.runtime.process.child", str(self.run_dir), self.name),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from prl.runtime.files import append_objects, read_objects
+from prl.runtime.directory.files import append_objects, read_objects
 
 LEDGER = "failures.jsonl"
 MESSAGE_LENGTH = 1000  # characters
@@ -20,7 +20,7 @@ def record_failure(
     """Append a line to the ledger of the sweep that the point's directory lies in.
 
     Args:
-        kind: the class, as `prl.runtime.failures` has them.
+        kind: the class, as `prl.runtime.process.failures` has them.
         job: as squeue names it, None without SLURM.
         requeued: whether SLURM starts the point again by itself.
     """

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from prl.runtime.files import read_object, read_objects, replace_file
-from prl.runtime.identity import describe_process
+from prl.runtime.directory.files import read_object, read_objects, replace_file
+from prl.runtime.directory.identity import describe_process
 
 State = Literal["starting", "running", "stopping", "done", "stopped", "failed"]
 FINAL_STATES = ("done", "stopped", "failed")

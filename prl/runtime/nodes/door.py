@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prl.config.errors import UserError
-from prl.runtime.wire import Message, Wire
+from prl.runtime.nodes.wire import Message, Wire
 
 HANDSHAKE_S = 5.0
 LONGEST_HELLO = 2048  # bytes

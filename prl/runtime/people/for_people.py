@@ -11,9 +11,9 @@ from pathlib import Path
 
 from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.planning.run_plan import RunPlan
-from prl.runtime.job_nodes import own_hosts
-from prl.runtime.keys import RunKeys
-from prl.runtime.ports import ANY_HOST, LOOPBACK
+from prl.runtime.nodes.job_nodes import own_hosts
+from prl.runtime.process.keys import RunKeys
+from prl.runtime.process.ports import ANY_HOST, LOOPBACK
 
 CONTROL_KEY, API_KEY = "control_key", "api_key"  # files in the run directory, while it serves
 

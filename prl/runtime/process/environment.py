@@ -12,9 +12,9 @@ from pathlib import Path
 from prl.planning.commands import ALLOCATOR, computing_processes, trainer_environment
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import engine_environment
-from prl.runtime.ports import LOOPBACK
-from prl.runtime.python_path import python_path
-from prl.runtime.reaper import MARKER
+from prl.runtime.process.ports import LOOPBACK
+from prl.runtime.process.python_path import python_path
+from prl.runtime.process.reaper import MARKER
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")  # the latter is its old name

@@ -20,9 +20,9 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.config.search_path import directories
 from prl.planning.run_plan import RunPlan, plan_to_json
-from prl.runtime.files import PARTIAL, is_held, parse_object, read_object, replace_file
-from prl.runtime.identity import describe_process, find_process
-from prl.runtime.own_modules import describe_modules, find_own_modules
+from prl.runtime.directory.files import PARTIAL, is_held, parse_object, read_object, replace_file
+from prl.runtime.directory.identity import describe_process, find_process
+from prl.runtime.directory.own_modules import describe_modules, find_own_modules
 
 OUTPUTS = Path("outputs")
 LOCK = ".lock"

@@ -8,8 +8,8 @@ from typing import Any
 
 from prl.metrics.reader import Row, read_rows
 from prl.planning.run_plan import RunPlan
-from prl.runtime.checkpoints import steps
-from prl.runtime.view import clock
+from prl.runtime.directory.checkpoints import steps
+from prl.runtime.people.view import clock
 
 CURVE = {"rl": ("orchestrator", "reward", "eval/reward", "reward"), "sft": ("trainer/0", "loss", "val_loss", "loss")}
 LABELS = {"reward": "reward (training)", "eval/reward": "held-out reward", "loss": "loss", "val_loss": "held-out loss"}

@@ -14,16 +14,16 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
-from prl.runtime.child import WANDB, Boot
-from prl.runtime.door import knock
-from prl.runtime.environment import child_environment
-from prl.runtime.job_nodes import BY_HAND, connect, host_name, job_key
-from prl.runtime.ports import Leases, lease_ports
-from prl.runtime.process import ChildProcess
-from prl.runtime.reaper import Reaper
-from prl.runtime.restarts import why_final
-from prl.runtime.signals import STOP_SIGNALS
-from prl.runtime.wire import Message, Wire
+from prl.runtime.nodes.door import knock
+from prl.runtime.nodes.job_nodes import BY_HAND, connect, host_name, job_key
+from prl.runtime.nodes.wire import Message, Wire
+from prl.runtime.process.child import WANDB, Boot
+from prl.runtime.process.child_process import ChildProcess
+from prl.runtime.process.environment import child_environment
+from prl.runtime.process.ports import Leases, lease_ports
+from prl.runtime.process.reaper import Reaper
+from prl.runtime.process.restarts import why_final
+from prl.runtime.process.signals import STOP_SIGNALS
 
 POLL_S = 0.02
 REPORT_INTERVAL_S = 1.0  # of a child with no news

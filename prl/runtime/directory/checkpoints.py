@@ -1,7 +1,7 @@
 """Complete or absent: a checkpoint is staged beside its place, described by a manifest, and renamed as a whole.
 
-Roles write their parts into `staging_dir`; the last one has them committed (`prl.runtime.commits`). A directory without
-all parts of its job is never committed, and readers trust only what `latest_valid` returns.
+Roles write their parts into `staging_dir`; the last one has them committed (`prl.runtime.directory.commits`). A
+directory without all parts of its job is never committed, and readers trust only what `latest_valid` returns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import UserError
-from prl.runtime.checksums import piece_checksums, whole_checksum
-from prl.runtime.files import FULL_DISK, PARTIAL, replace_file, sync_directory
+from prl.runtime.directory.checksums import piece_checksums, whole_checksum
+from prl.runtime.directory.files import FULL_DISK, PARTIAL, replace_file, sync_directory
 
 MANIFEST = "manifest.json"
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # damage; other errors may pass

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prl.runtime.files import parse_object
-from prl.runtime.identity import describe_process, find_process
+from prl.runtime.directory.files import parse_object
+from prl.runtime.directory.identity import describe_process, find_process
 
 BEAT_S = 5.0
 SILENCE_LIMIT_S = 60.0  # of a holder on another machine: what NFS may keep of a file's old content, and more

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import time
 
-from prl.runtime.signals import StopSignals
+from prl.runtime.process.signals import StopSignals
 
 POLL_S = 0.2
 ASK_AGAIN_S = 2.0
@@ -15,12 +14,6 @@ ANSWER_S = 20.0  # SLURM's own clients wait for 10
 ENDING = ("COMPLETING", "CANCELLED", "PREEMPTED", "TIMEOUT", "")  # SIGTERM was sent, SIGKILL follows after KillWait
 DEFAULT_KILL_WAIT_S = 30.0  # SLURM's own
 MARGIN = 0.15  # of KillWait: to end all processes, and for signals that come late
-
-
-def job_name() -> str | None:
-    """As squeue shows it: 123_4 for an array element, whose SLURM_JOB_ID may be that of the whole array."""
-    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{index}" if array and index else os.environ.get("SLURM_JOB_ID")
 
 
 def limit_by_kill_wait(signals: StopSignals, job: str) -> None:

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prl.runtime.files import read_object, replace_file
-from prl.runtime.identity import seconds_since_start
-from prl.runtime.phases import END, PHASES, START, STEPS, UNTOLD, Phases
-from prl.runtime.slurm_job import job_name
-from prl.runtime.status_file import FINAL_STATES, read_attempts, read_status
+from prl.runtime.directory.files import read_object, replace_file
+from prl.runtime.directory.identity import job_name, seconds_since_start
+from prl.runtime.directory.phases import END, PHASES, START, STEPS, UNTOLD, Phases
+from prl.runtime.directory.status_file import FINAL_STATES, read_attempts, read_status
 
 HOURS = "hours.json"
 SUMMARY = "paid"  # begins the keys of a wandb run's summary

@@ -9,7 +9,7 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from prl.runtime.checkpoints import commit
+from prl.runtime.directory.checkpoints import commit
 
 POLL_S = 0.05
 

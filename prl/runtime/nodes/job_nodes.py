@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prl.config.errors import UserError
-from prl.runtime.files import read_object, replace_file
+from prl.runtime.directory.files import read_object, replace_file
 
 NODES_FILE = "nodes.json"
 KEY = "PRL_NODES_KEY"  # environment variable: the key of a job that is not SLURM's
