@@ -7,6 +7,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from runs import environment
 from slurm_cluster import SMALL_RL, TWO_NODES, copy_checkout, steps_of, wait_for_queue
 
+from launch import waiting
 from launch.hydra_plugin import register_plugins, settings_of
 from launch.settings import LauncherSettings
 from launch.submitit_nodes import SubmititLocal, SubmititSlurm
@@ -180,6 +182,16 @@ def test_one_job_from_a_checkout_trains_on_slurm(tmp_path):
     assert (source / f"mine/slurm/{job['job_id']}.log").read_text()
     compared = command(source, "mine", module="compare")
     assert compared.returncode == 0, compared.stderr
+
+
+def test_who_waits_for_a_server_is_told_its_addresses_and_not_sooner(tmp_path, monkeypatch):
+    """A status between the state and the addresses is none to go by."""
+    seen = [[], [], ["http://node:1"]]
+    status = lambda path: {"state": "running", "updated": time.time(), "urls": seen.pop(0)}  # noqa: E731
+    monkeypatch.setattr(waiting, "read_status", status)
+    monkeypatch.setattr(waiting, "queued_points", lambda path: {path})
+    monkeypatch.setattr(waiting, "SERVER_POLL_S", 0.01)
+    assert waiting.urls_when_serving(tmp_path) == ["http://node:1"]
 
 
 def answer(url: str, key: str | None) -> int:
