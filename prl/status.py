@@ -145,6 +145,7 @@ def render_run(run_dir: Path, state: str) -> str:
     for name, role in status["roles"].items():
         exit_code = "" if role["exit"] is None else f" with exit code {role['exit']}"
         lines.append(f"  {name:<20} {role['state']}{exit_code} (process {role['pid']})")
+    lines += [f"alarm {alarm['kind']} since step {alarm['since']}: {alarm['message']}" for alarm in status["alarms"]]
     failure = status["failure"]
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")

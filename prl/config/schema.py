@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from prl.config.schema_fields import (
     Devices,
+    Fraction,
     Group,
     Nodes,
     NoneOrDevices,
@@ -279,6 +280,26 @@ class WandbConfig(Group):
     tags: tuple[str, ...] = ()
 
 
+class AlarmsConfig(Group):
+    """When a run is said to be in trouble (prl/metrics/alarms.py), each by the median or the sum of the last `window`
+    steps. None: never.
+    """
+
+    window: Positive = 10  # optimizer steps; the first ones are what later entropy and lengths are compared with
+    entropy_ratio: Fraction | None = 0.02  # of the first steps' entropy; below it is a collapse
+    mismatch_kl_mean: PositiveFloat | None = 0.2  # nats per token between the engines' policy and the trainer's
+    mismatch_kl_p999: PositiveFloat | None = 8.0
+    truncated: Fraction | None = 0.5  # share of rollouts cut off at max_tokens or seq_len
+    no_signal: Fraction | None = 0.9  # share of groups whose advantages are all zero
+    dropped_stale: Fraction | None = 0.25  # share of groups that became too old while they waited
+    failed_rollouts: Fraction | None = 0.25  # share of an environment's rollouts that the policy did not end
+    length_ratio: PositiveFloat | None = 3.0  # completion tokens over those of the first steps
+    steps_skipped: NonNegative | None = 0  # steps that were not finite
+    trainer_idle: Fraction | None = 0.8  # share of a step in which the trainer waits for rollouts
+    engines_idle: Fraction | None = 0.8  # share of the trainer's work during which nothing is generated
+    weights_unchanged: bool = True  # no weight has changed
+
+
 class LoggingConfig(Group):
     """Group `logging`."""
 
@@ -286,6 +307,7 @@ class LoggingConfig(Group):
     progress: Literal["auto", "live", "plain", "none"] = "auto"  # auto: live on a terminal, plain lines elsewhere
     local_ranks: tuple[NonNegative, ...] = ()  # processes of each role and node whose logs the console shows too
     wandb: WandbConfig = WandbConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
 
 
 class CkptConfig(Group):

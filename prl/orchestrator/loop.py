@@ -438,6 +438,7 @@ class Orchestrator:
             "dropped_stale_requests": groups.dropped_stale_requests,
             "dropped_stale_tokens": groups.dropped_stale_tokens,
             "filtered_groups": groups.filtered_groups,
+            "no_signal_groups": groups.no_signal_groups / max(groups.scored_groups, 1),
             "failed_groups": groups.failed_groups,
             "failed_rollouts": self.runner.stats.failures,
             "cancelled_rollouts": self.runner.stats.cancelled,

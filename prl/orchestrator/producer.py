@@ -36,6 +36,8 @@ class StepGroups:
     dropped_stale_requests: int = 0
     dropped_stale_tokens: int = 0  # sampled ones
     filtered_groups: int = 0
+    scored_groups: int = 0  # trained or filtered
+    no_signal_groups: int = 0  # of them, those whose advantages are all zero
     failed_groups: int = 0  # of whose rollouts none finished
     outcomes: dict[str, Counter[Outcome]] = field(default_factory=dict)  # env -> of all rollouts that ended
     truncated: int = 0
@@ -170,6 +172,8 @@ class Producer:
             self.algo,
             self.config.inference.sampling.max_tokens,
         )
+        current.scored_groups += 1
+        current.no_signal_groups += not has_signal(advantages)
         # once so many were replaced, take groups as they come: a policy that solves everything must not sample for ever
         replaceable = current.filtered_groups < self.algo.max_replacement_ratio * self.groups_per_batch
         if self.algo.filter_zero_signal and replaceable and not has_signal(advantages):

@@ -316,13 +316,15 @@ class Supervisor:
             self.status.update(**self._snapshot())
 
     def _echo(self) -> None:
-        for line in self.echo.poll():
+        for line in [*self.view.take_told(), *self.echo.poll()]:
             self.home.progress.note(line)
 
     def _snapshot(self) -> dict[str, object]:
         """The fields of status.json that change all the time."""
         children = [*self.children, *([self.mirror] if self.mirror else [])]
-        return {"step": self.view.step, "roles": {child.name: child.snapshot() for child in children}}
+        alarms = [alarm.to_json() for alarm in self.view.alarms.active.values()]
+        roles = {child.name: child.snapshot() for child in children}
+        return {"step": self.view.step, "alarms": alarms, "roles": roles}
 
     # --- end ------------------------------------------------------------------------------------------------------
 

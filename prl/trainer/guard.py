@@ -13,6 +13,8 @@ from prl.models.moe import local_part
 from prl.runtime.directory.checkpoints import step_dir, steps
 from prl.trainer.world import sum_over_world
 
+SAMPLED, SAMPLED_TENSORS = 1 << 16, 64  # values, and tensors that they are from
+
 
 class Diverged(RuntimeError):
     """Training has left the finite numbers and will not come back by itself: the failure class `diverged`."""
@@ -32,6 +34,7 @@ class StepGuard:
         self.limit, self.run_dir, self.settle = limit, run_dir, settle
         self.in_a_row = 0
         self.checked_step = 0
+        self.sample: Tensor | None = None  # of this rank's weights, after the step before
 
     def check(
         self, step: int, row: dict[str, Any], model: nn.Module, groups: list[int], log: Callable[[], None]
@@ -40,13 +43,17 @@ class StepGuard:
 
         Args:
             step: 1-based number of the optimizer step.
-            row: its metrics; gets `step_skipped` (0 or 1) and, if that is 1, `skipped_groups`.
+            row: its metrics; gets `step_skipped` (0 or 1) and, if that is 1, `skipped_groups`. From the second step
+                on `weights_changed`: share of a sample of this rank's weights that the step has changed.
             groups: indices of the groups of rollouts that it trained on; empty for SFT.
             log: writes the row. Called if this raises.
 
         Raises Diverged on all ranks alike, its message naming the last good checkpoint.
         """
         self.checked_step = step
+        before, self.sample = self.sample, sample_weights(model)
+        if before is not None and before.numel():
+            row["weights_changed"] = float((before != self.sample).float().mean())
         held = f", groups {', '.join(map(str, groups))}" if groups else ""
         numbers = f"loss {row['loss']:g}, gradient norm {row['grad_norm']:g}"
         if row["step_skipped"]:
@@ -80,6 +87,17 @@ class StepGuard:
         last = f"the last good checkpoint is {step_dir(self.run_dir, good[-1])}" if good else "no checkpoint is good"
         remedy = "Lower optim.lr, set optim.max_grad_norm, or look at the rollouts (debug.keep_rollouts=true)"
         return Diverged(f"{what}; {last}. {remedy}")
+
+
+@torch.no_grad()
+def sample_weights(model: nn.Module) -> Tensor:
+    """Up to SAMPLED values of this rank's trained weights, out of the middle of tensors all over the model. [N]"""
+    weights = [local_part(param.detach()).flatten() for param in model.parameters() if param.requires_grad]
+    weights = [weight for weight in weights if weight.numel()]
+    chosen = weights[:: max(1, -(-len(weights) // SAMPLED_TENSORS))]
+    size = SAMPLED // max(len(chosen), 1)
+    parts = [weight[max(0, (weight.numel() - size) // 2) :][:size].float() for weight in chosen]
+    return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ EMPTY: dict[str, Any] = {
     "step": 0,
     "max_steps": 0,
     "roles": {},
+    "alarms": [],  # prl/metrics/alarms.py; those that are on
     "urls": [],  # of a server for people
     "updated": 0.0,
     "attempt": 0,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prl.metrics.alarms import Alarms
 from prl.metrics.reader import Row, Tail
-from prl.metrics.writer import metrics_path
+from prl.metrics.writer import MetricsWriter, metrics_path
 from prl.planning.run_plan import RunPlan
 
 RATE_WINDOW = 20  # steps over which the time left is estimated
@@ -44,6 +46,9 @@ class RunView:
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
 
     def __post_init__(self) -> None:
+        self.alarms = Alarms(self.plan.config)
+        self.told: list[str] = []  # of alarms, for who draws
+        self.begun_with = self.step
         self.trainer = Tail(metrics_path(self.run_dir, "trainer/0"))
         self.orchestrator = Tail(metrics_path(self.run_dir, "orchestrator"))
         self.max_steps = self.plan.config.max_steps
@@ -53,10 +58,10 @@ class RunView:
         before = self.step
         if self.plan.config.job == "rl":
             for row in self.orchestrator.poll():
-                self.observe("orchestrator", row)
+                self._take("orchestrator", row)
                 self.ahead.setdefault(_step_of(row), {}).update(self._shown(row))
         for row in self.trainer.poll():
-            self.observe("trainer", row)
+            self._take("trainer", row)
             if self.plan.config.job == "sft":
                 self.numbers |= self._shown(row)
             if _step_of(row) > self.step and isinstance(row.get("time"), int | float):
@@ -65,6 +70,19 @@ class RunView:
         for step in sorted(step for step in self.ahead if step <= self.step):
             self.numbers |= self.ahead.pop(step)
         return self.step > before
+
+    def _take(self, role: str, row: Row) -> None:
+        self.observe(role, row)
+        told = self.alarms.observe(role, row)
+        if told and self.alarms.step > self.begun_with:  # else an earlier attempt has told it
+            self.told += told
+            with contextlib.closing(MetricsWriter(self.run_dir, "alarms")) as writer:
+                writer.log(step=self.alarms.step, **self.alarms.numbers())
+
+    def take_told(self) -> list[str]:
+        """Lines about alarms that nobody has been told yet."""
+        told, self.told = self.told, []
+        return told
 
     def _shown(self, row: Row) -> dict[str, float]:
         keys = SHOWN.get(self.plan.config.job, {})
@@ -83,7 +101,8 @@ class RunView:
         shown = SHOWN.get(self.plan.config.job, {})
         cells = [(label, form.format(self.numbers[key])) for key, (label, form) in shown.items() if key in self.numbers]
         left = self.seconds_left()
-        return cells if left is None else [*cells, ("left", clock(left))]
+        cells += [("left", clock(left))] if left is not None else []
+        return cells + ([("alarms", ", ".join(self.alarms.active))] if self.alarms.active else [])
 
 
 def _step_of(row: Row) -> int:
