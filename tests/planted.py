@@ -34,7 +34,7 @@ PLANTED: dict[str, tuple[list[str], str | None, str]] = {
     "engines keep old weights": (["max_steps=40"], "stale_weights", "mismatch"),
     "wrong chat template": (["max_steps=12", "inference.sampling.max_tokens=64"], "wrong_template", "truncated"),
     "optimizer is frozen": (["optim.lr=1e-30", "max_steps=12"], None, "frozen_weights"),
-    "entropy is punished": (["algo.entropy_coef=-1.0", "max_steps=40"], None, "entropy_collapse"),
+    "entropy is punished": (["algo.entropy_coef=-1.0", "optim.lr=0.01", "max_steps=40"], None, "entropy_collapse"),
     "environment raises": (own("Raises", "max_steps=12"), None, "failing_environment"),
     "a loss is not finite": (["max_steps=25"], "nan_loss", "not_finite"),
     "reward is the same for all": (own("SameForAll", "max_steps=12"), None, "no_signal"),

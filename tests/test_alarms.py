@@ -28,13 +28,13 @@ HEALTHY = {
         "wait_for_batch_s": 0.1,
         "step_s": 1.0,
     },
+    "overlap": {"overlap": 0.9, "trainer_busy_s": 1.0},
     "orchestrator": {
         "reward": 0.5,
         "truncated": 0.0,
         "no_signal_groups": 0.1,
         "dropped_stale": 0,
         "completion_tokens": 20.0,
-        "overlap": 0.9,
         "outcome/policy": 64,
         "outcome/environment": 0,
     },
@@ -62,7 +62,10 @@ def feed(alarm: Alarms, steps: range, **wrong: float) -> list[str]:
     told = []
     for step in steps:
         for role, good in HEALTHY.items():
-            told += alarm.observe(role, {"step": step, **good, **{key: wrong[key] for key in wrong if key in good}})
+            told += alarm.observe(
+                "orchestrator" if role == "overlap" else role,
+                {"step": step, **good, **{key: wrong[key] for key in wrong if key in good}},
+            )
     return told
 
 

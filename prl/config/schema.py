@@ -295,8 +295,8 @@ class AlarmsConfig(Group):
     failed_rollouts: Fraction | None = 0.25  # share of an environment's rollouts that the policy did not end
     length_ratio: PositiveFloat | None = 3.0  # completion tokens over those of the first steps
     steps_skipped: NonNegative | None = 0  # steps that were not finite
-    trainer_idle: Fraction | None = 0.8  # share of a step in which the trainer waits for rollouts
-    engines_idle: Fraction | None = 0.8  # share of the trainer's work during which nothing is generated
+    trainer_idle: Fraction | None = 0.75  # share of a step in which the trainer waits for rollouts
+    engines_idle: Fraction | None = 0.75  # share of the trainer's work during which nothing is generated
     weights_unchanged: bool = True  # no weight has changed
 
 

@@ -123,13 +123,12 @@ class Alarms:
         """Whether it is the row of a step."""
         if role == "trainer" and "step_skipped" in row:
             seen = {key: row.get(key) for key in TRAINER_KEYS}
-            if _is_number(row.get("wait_for_batch_s")) and _is_number(row.get("step_s")) and row["step_s"] > 0:
-                seen["trainer_idle"] = row["wait_for_batch_s"] / row["step_s"]
         elif role == "orchestrator" and "reward" in row:
             seen = {key: row.get(key) for key in ORCHESTRATOR_KEYS}
             seen |= {f"failed/{env}": share for env, share in _failed_shares(row).items()}
-            if _is_number(row.get("overlap")):
-                seen["engines_idle"] = 1 - row["overlap"]
+        elif role == "orchestrator" and _is_number(row.get("overlap")) and _is_number(row.get("trainer_busy_s")):
+            busy_s = row["trainer_busy_s"]
+            seen = {"trainer_busy_s": busy_s, "engines_wait_s": (1 - row["overlap"]) * busy_s}
         else:
             return False
         for key, value in seen.items():
@@ -190,10 +189,20 @@ class Alarms:
         trained = len(series.last) * self.config.algo.batch_size / self.config.algo.group_size
         return sum(series.last) / (sum(series.last) + trained)
 
+    def share_of(self, key: str) -> float | None:
+        """Of the last steps' time: who waits does so in some of them and not in others."""
+        series, whole = self.series.get(key), self.series.get(TIMES[key])
+        if series is None or whole is None or not series.is_full or sum(whole.last) <= 0:
+            return None
+        return sum(series.last) / sum(whole.last)
+
     def sum_of(self, key: str) -> float | None:
         """Over the last steps; the first one counts at once."""
         series = self.series.get(key)
         return None if series is None else sum(series.last)
+
+
+TIMES = {"wait_for_batch_s": "step_s", "engines_wait_s": "trainer_busy_s"}  # waiting -> what it is a part of
 
 
 @dataclass(frozen=True)
@@ -227,10 +236,15 @@ LOOKS = [
     Look("failing_environment", "failed_rollouts", "failed/", "the share of failed rollouts"),
     Look("length_runaway", "length_ratio", "completion_tokens", "length over the first steps'", Alarms.ratio_of),
     Look("not_finite", "steps_skipped", "step_skipped", "the number of steps that were not finite", Alarms.sum_of),
-    Look("trainer_idle", "trainer_idle", "trainer_idle", "the trainer's share of waiting", not_in_turns=True),
-    Look("engines_idle", "engines_idle", "engines_idle", "the engines' share of waiting", not_in_turns=True),
+    Look("trainer_idle", "trainer_idle", "wait_for_batch_s", "the trainer's share of waiting",
+         Alarms.share_of, not_in_turns=True),
+    Look("engines_idle", "engines_idle", "engines_wait_s", "the engines' share of waiting",
+         Alarms.share_of, not_in_turns=True),
 ]  # fmt: skip
-TRAINER_KEYS = ("entropy", "mismatch_kl_mean", "mismatch_kl_p999", "step_skipped", "weights_changed")
+TRAINER_KEYS = (
+    *("entropy", "mismatch_kl_mean", "mismatch_kl_p999", "step_skipped", "weights_changed"),
+    *("wait_for_batch_s", "step_s"),
+)
 ORCHESTRATOR_KEYS = ("truncated", "no_signal_groups", "dropped_stale", "completion_tokens")
 
 
