@@ -66,6 +66,14 @@ def serve_seat(run_dir: Path, plan: RunPlan, index: int, seat: Seat, signals: St
     deadline = time.monotonic() + limit_s
     while not signals.count and (found := connect(run_dir, deadline, limit_s, lambda: signals.count > 0)) is not None:
         connection, meeting = found
+        if plan.num_nodes == 1 and meeting.machine != host_name():
+            connection.close()
+            raise UserError(
+                f"The run's root is on {meeting.machine}, and this is {host_name()}.",
+                where=str(run_dir / NODES_FILE),
+                why="the plan has one node, so all of its roles are on one machine",
+                fix="start them there; a point of several machines is frozen with deployment=multi_node",
+            )
         try:
             wire, marker = knock(connection, meeting.token, index, host_name(), os.getpid(), limit_s)
         except ConnectionError:

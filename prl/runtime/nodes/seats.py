@@ -36,7 +36,7 @@ def seats_of_nodes(plan: RunPlan) -> tuple[Seat, ...]:
 def seats_of_ranks(plan: RunPlan) -> tuple[Seat, ...]:
     """One for each trainer rank, of a job that has no other roles. What starts one starts all."""
     return tuple(
-        Seat(role.name, role.node, frozenset({role.name}), f"torchrun's process {role.rank}")
+        Seat(role.name, role.node, frozenset({role.name}), f"rank {role.rank} of torchrun")
         for role in plan.roles_of("trainer")
     )
 
