@@ -43,7 +43,17 @@ def emit(config: RunConfig, kind: str, site: Site) -> str:
         raise UserError(f"{mount} is no absolute path.", where="--mount", fix=f"--mount={MOUNT}")
     plan = make_plan(_placed(config, mount))
     documents = MANIFESTS[kind](plan, site, mount)
-    return yaml.safe_dump_all(documents, sort_keys=False, width=110)
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=110)
+
+
+class Dumper(yaml.SafeDumper):
+    """Scripts as they are, line by line."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+Dumper.add_representer(str, Dumper.represent_str)
 
 
 def dns_label(text: str, room: int = 0) -> str:
@@ -100,8 +110,8 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
             fix="python -m prl.plan --freeze output_dir=POINT on the shared volume, and agents there with --node",
         )
     index = f"-{plan.num_nodes - 1}"
-    name = f"{dns_label(plan.config.name, len(index) + 1 + len(plan.point_id))}-{dns_label(plan.point_id)}"
-    name = dns_label(name, len(index))  # a pod's host name is the job's and its index
+    # a pod's host name is the job's and its index
+    name = f"{dns_label(plan.config.name, len(index) + 1 + len(plan.point_id))}-{plan.point_id}"
     labels = {"app.kubernetes.io/name": "prl", "app.kubernetes.io/instance": name}
     container: dict[str, Any] = {
         "name": "agent",
@@ -156,7 +166,7 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
 def skypilot(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str, Any]]:
     """One task. The checkout, its working directory, is installed on each node."""
     _required(site.mount, "--mount", "/mnt/shared", "all nodes share the run directory")
-    name = dns_label(f"{plan.config.name}-{plan.point_id}")
+    name = f"{dns_label(plan.config.name, 1 + len(plan.point_id))}-{plan.point_id}"
     task: dict[str, Any] = {"name": name, "num_nodes": plan.num_nodes}
     resources: dict[str, Any] = {}
     if _gpus(plan):
