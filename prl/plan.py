@@ -83,8 +83,9 @@ def main() -> None:
     sys.argv = [sys.argv[0], *rest]
     if not arguments.emit and any(getattr(arguments, flag[2:]) for flag in site):
         parser.error(f"{', '.join(site)} belong to --emit=k8s or --emit=skypilot")
-    way = manifest_of(arguments) if arguments.emit else arguments.way or show_table
-    run_app(way, "rl", starts_nothing=True)
+    if arguments.emit:
+        arguments.way = manifest_of(arguments)
+    run_app(arguments.way or show_table, "rl", starts_nothing=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python scripted_terminal.py trainer|orchestrator|inference POINT`: as `python -m prl.KIND POINT`, with tiny roles."""
+"""`python scripted_terminal.py KIND POINT`: what `python -m prl.KIND POINT` is, with tiny roles."""
 
 import functools
 import sys

@@ -24,10 +24,10 @@ class Terminals:
         self.logs: list[Path] = []
 
     def open(self, *command: str, **environment: str) -> int:
-        """Returns the terminal's number. The command is a Python program's words, or starts with a program's path."""
+        """Returns the terminal's number. The command is what follows `python`."""
         log = self.tmp_path / f"terminal{len(self.logs)}.log"
         paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-        words = list(command) if command[0].startswith("/") else [sys.executable, *command]
+        words = [sys.executable, *command]
         with log.open("w") as file:
             process = subprocess.Popen(
                 words,

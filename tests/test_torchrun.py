@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +28,7 @@ FULL = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")  # what `torchrun` is
 
 
 @pytest.fixture

@@ -53,13 +53,13 @@ def under_torchrun(torchrun: Torchrun, compose: Callable[[Callable[[RunConfig], 
     os.environ[KEY] = key = secrets.token_hex(8)
     try:
         if any(word.startswith(SWEEPS) for word in sys.argv[1:]):
-            error = UserError(
+            refused = UserError(
                 "torchrun starts one run, and no sweep.",
                 where=" ".join(word for word in sys.argv[1:] if word.startswith(SWEEPS)),
                 why="its processes are the trainer ranks of one run",
                 fix="the command without torchrun starts each point's processes itself",
             )
-            print(error.render(), file=sys.stderr)
+            print(refused.render(), file=sys.stderr)
             sys.exit(2)
         compose(lambda config: lead_ranks(config, torchrun, key))
     finally:
