@@ -14,8 +14,10 @@ import pytest
 from runtime_tree import TESTS, make_config, wait_for
 from terminals import LIMIT_S, Terminals, terminals
 
+from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
 from prl.planning.run_plan import RunPlan, make_plan
+from prl.runtime import by_hand
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import read_status
 from prl.runtime.nodes.seats import seats_by_hand, seats_of_ranks
@@ -137,6 +139,28 @@ def test_seats_of_several_nodes_have_their_number() -> None:
     assert [seat.roles for seat in seats_of_ranks(plan)] == [{f"trainer/{rank}"} for rank in range(4)]
     for role in plan.roles:
         assert sum(seat.has(role) for seat in seats if "/" not in seat.name) == 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "trainers_see"),
+    [
+        (["a", "b", "c"], None),  # all of the node: the plan's numbers hold
+        (["x", "y"], "y,x,y"),  # its own alone; a warm start's two, counted from 0, are these as well
+    ],
+)
+def test_a_terminal_may_see_its_own_gpus_alone(
+    monkeypatch: pytest.MonkeyPatch, seen: list[str], trainers_see: str | None
+) -> None:
+    plan = plan_of("deployment.num_train_gpus=2")
+    trainer = next(seat for seat in seats_by_hand(plan, Path("/p")) if seat.name == "trainer")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what is set below is taken back
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(by_hand, "visible_gpus", lambda: seen)
+    by_hand.place_devices(plan, trainer)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == trainers_see
+    monkeypatch.setattr(by_hand, "visible_gpus", lambda: ["x"])
+    with pytest.raises(UserError, match="takes the GPUs 1, 2 of its node, and 1 are seen here"):
+        by_hand.place_devices(plan_of("deployment.num_train_gpus=2", "deployment.device=cuda"), trainer)
 
 
 @pytest.mark.slow

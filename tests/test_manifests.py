@@ -148,7 +148,7 @@ def test_the_commands_of_a_kubernetes_job_run_on_two_nodes(opened: Terminals, tm
 
 
 def test_the_script_of_a_skypilot_task_starts_the_same_agent(tmp_path: Path) -> None:
-    (task,) = documents("skypilot", Site(mount="/mnt/shared"), "deployment.device=cpu", "name=it's")
+    (task,) = documents("skypilot", Site(mount="/mnt/shared"), "deployment.device=cpu", 'name="it\'s"')
     program = tmp_path / "bin" / "python"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')

@@ -23,6 +23,7 @@ from prl.runtime.nodes.job_nodes import BY_HAND, KEY, Meeting, announce, without
 from prl.runtime.nodes.node_agent import serve_seat
 from prl.runtime.nodes.seats import LEADERS, Seat, seats_by_hand, seats_of_ranks
 from prl.runtime.nodes.torchrun import Torchrun, check_layout, take_torchrun
+from prl.runtime.process.gpus import visible_gpus
 from prl.runtime.process.signals import StopSignals
 
 FIND_LIMIT_S = 1800.0  # for rank 0 to compose, look at the machine and claim its directory
@@ -131,6 +132,7 @@ def _run_role(kind: str, path: Path, node: int | None) -> int:
     else:
         seats = seats_by_hand(plan, path)
         index = _find_seat(seats, plan, kind, node, torchrun)
+    place_devices(plan, seats[index])
     if index > 0:
         print(f"{seats[index].name}: waiting for {seats[0].command}", flush=True)
         return take_seat(path, plan, index, seats[index], torchrun)
@@ -169,6 +171,30 @@ def _find_seat(seats: tuple[Seat, ...], plan: RunPlan, kind: str, node: int | No
             fix=" or ".join(seats[i].command for i in own),
         )
     return wanted[0]
+
+
+def place_devices(plan: RunPlan, seat: Seat) -> None:
+    """Have this process see the GPUs that its roles take where the plan counts them, if it sees those alone.
+
+    Where it sees all GPUs of the node, the plan's numbers hold. Raises UserError where it sees too few.
+    """
+    kinds = {role.role for role in plan.roles if seat.has(role)}
+    near = [role for role in plan.roles if role.role in kinds and role.node == seat.node]
+    wanted = sorted({device for role in near for device in role.devices})
+    names = visible_gpus()
+    if plan.config.deployment.device == "cpu" or not names or not wanted or wanted[-1] < len(names):
+        return
+    if len(names) == len(wanted):
+        places = [names[(place - wanted[0]) % len(names)] for place in range(wanted[-1] + 1)]
+        places = [names[wanted.index(i)] if i in wanted else name for i, name in enumerate(places)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(places)
+    elif plan.config.deployment.device == "cuda":
+        raise UserError(
+            f"{seat.name} takes the GPUs {', '.join(map(str, wanted))} of its node, and {len(names)} are seen here.",
+            where="CUDA_VISIBLE_DEVICES, deployment.device=cuda",
+            why="devices are counted among all of a node, or a process sees exactly its own",
+            fix=f"show it {len(wanted)} GPUs, or all {wanted[-1] + 1}",
+        )
 
 
 def take_seat(path: Path, plan: RunPlan, index: int, seat: Seat, torchrun: Torchrun | None) -> int:
