@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prl.config.errors import UserError
-from prl.planning.run_plan import RunPlan
 from prl.runtime.nodes.job_nodes import without_job
 from prl.runtime.process.signals import StopSignals
+
+if TYPE_CHECKING:
+    from prl.planning.run_plan import RunPlan
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
