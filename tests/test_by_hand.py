@@ -81,6 +81,7 @@ def test_a_killed_terminal_ends_the_others_and_is_named(opened: Terminals, tmp_p
     assert read_status(point)["failure"]["class"] == "node"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_ctrl_c_in_any_terminal_stops_all_in_order(opened: Terminals, tmp_path: Path, which: int) -> None:
     point = frozen(tmp_path, MANY)
@@ -94,6 +95,7 @@ def test_ctrl_c_in_any_terminal_stops_all_in_order(opened: Terminals, tmp_path: 
     assert "stopping: saving a checkpoint" in opened.says(opened_ones[2])
 
 
+@pytest.mark.slow
 def test_a_terminal_whose_root_is_killed_ends(opened: Terminals, tmp_path: Path) -> None:
     point = frozen(tmp_path, MANY)
     trainer, inference, root = open_all(opened, point)
@@ -104,7 +106,7 @@ def test_a_terminal_whose_root_is_killed_ends(opened: Terminals, tmp_path: Path)
 
 
 def test_who_has_not_come_in_time_is_named_with_the_command(opened: Terminals, tmp_path: Path) -> None:
-    point = frozen(tmp_path, "deployment.start_timeout_s=2")
+    point = frozen(tmp_path, "deployment.start_timeout_s=1")
     root = opened.open(SCRIPTED, "orchestrator", str(point))
     assert opened.code(root) == 1
     said = f"waiting for python -m prl.inference {point}, python -m prl.trainer {point}: they did not join within"
