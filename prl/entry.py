@@ -30,6 +30,7 @@ from prl.config.locate import conf_dir
 from prl.config.overrides import parse, swept_keys
 from prl.config.search_path import use_directories
 from prl.config.sweep import corners, expand, makes_a_grid, resolve_points, sweep_lines
+from prl.runtime.nodes.torchrun import refuse_torchrun
 
 
 def run_app(job: Job, config_name: str, *, starts_nothing: bool = False, is_frozen: bool = False) -> None:
@@ -46,6 +47,8 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False, is_froz
     name = args.config_name or config_name
     show_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
+        if not starts_nothing:
+            refuse_torchrun(f"prl.{config_name}")
         use_directories(args.config_dir, parse(args.overrides))
         session = Session(job, name, is_frozen, starts_nothing)
         code = _run(session, args.overrides, args.multirun, args.shell_completion)

@@ -1,16 +1,21 @@
 """`python -m prl.plan [--json|--commands] [overrides]`: the layout of a run; nothing starts. `-cn sft`: another job.
 
---commands prints every process of every node with its environment, and what vLLM is given in it.
+--commands prints every process of every node with its environment, and what vLLM is given in it. --freeze writes the
+plan into output_dir, for roles that are started by hand. --emit=k8s|skypilot prints a manifest that runs the point.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from prl.entry import run_app
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prl.config.schema import RunConfig
 
 
@@ -37,12 +42,50 @@ def show_commands(config: RunConfig) -> int:
     return 0
 
 
+def freeze(config: RunConfig) -> int:
+    from prl.planning import make_plan
+    from prl.runtime.directory.rundir import claim
+    from prl.runtime.nodes.seats import LEADERS, seats_by_hand
+
+    plan = make_plan(config)
+    point = claim(plan)
+    point.release()
+    print(f"frozen: {point.path}")
+    seats = seats_by_hand(plan, point.path) if plan.config.job in LEADERS else ()
+    for seat in seats:
+        if "/" not in seat.name:  # not those of torchrun's ranks
+            print(f"    {seat.command}")
+    return 0
+
+
+def manifest_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
+    from prl.planning.manifests import Site, emit
+
+    site = Site(**{field.name: getattr(arguments, field.name) for field in fields(Site)})
+
+    def show_manifest(config: RunConfig) -> int:
+        print("---\n" + emit(config, arguments.emit, site), end="")
+        return 0
+
+    return show_manifest
+
+
 def main() -> None:
     """Our flags are taken away first, for Hydra's parser does not know them."""
-    ways = {"--json": show_json, "--commands": show_commands}
-    asked = [ways[arg] for arg in sys.argv if arg in ways]
-    sys.argv = [arg for arg in sys.argv if arg not in ways]
-    run_app(asked[-1] if asked else show_table, "rl", starts_nothing=True)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag, way in {"--json": show_json, "--commands": show_commands, "--freeze": freeze}.items():
+        parser.add_argument(flag, dest="way", action="store_const", const=way)
+    parser.add_argument("--emit", choices=("k8s", "skypilot"))
+    site = [f"--{name}" for name in ("image", "volume", "mount", "accelerator")]
+    for flag in site:
+        parser.add_argument(flag, default="")
+    arguments, rest = parser.parse_known_args()
+    sys.argv = [sys.argv[0], *rest]
+    if not arguments.emit and any(getattr(arguments, flag[2:]) for flag in site):
+        parser.error(f"{', '.join(site)} belong to --emit=k8s or --emit=skypilot")
+    if arguments.emit:
+        arguments.way = manifest_of(arguments)
+    run_app(arguments.way or show_table, "rl", starts_nothing=True)
 
 
 if __name__ == "__main__":

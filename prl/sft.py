@@ -1,4 +1,4 @@
-"""`python -m prl.sft`: supervised fine-tuning."""
+"""`python -m prl.sft`: supervised fine-tuning; under torchrun each of its processes is one trainer rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
-    run_app(launch, "sft", is_frozen=True)
+    from prl.runtime.nodes.torchrun import take_torchrun
+
+    torchrun = take_torchrun()
+    if torchrun is None:
+        run_app(launch, "sft", is_frozen=True)
+        return
+    from prl.runtime.by_hand import under_torchrun
+
+    under_torchrun(torchrun, lambda lead: run_app(lead, "sft"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ JOBS = {
     "plan": "rl",
     "doctor": "rl",
 }  # -> primary config
-COMMAND = re.compile(r"^ {4,}(?:.*; )?python -m prl\.(\w+)(.*)$")
+COMMAND = re.compile(r"^ {4,}(?:.*; )?(?:python|torchrun .*?) -m prl\.(\w+)(.*)$")
 END = re.compile(r"(?:^|\s)#\s|\s{3,}|; |, (?=\w+=)")  # of the command; what follows is said about it
 TO_FILL_IN = re.compile(r"^(\.\.\.|\$.*|\[.*|.*\]|.*=[A-Z_/]+|.*=\.\.\.)$")
 

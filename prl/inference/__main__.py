@@ -1,7 +1,8 @@
-"""`python -m prl.inference`: the inference server alone."""
+"""`python -m prl.inference`: the inference server alone; `prl.inference POINT`: the engines of a frozen point."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from prl.entry import run_app
@@ -17,6 +18,10 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
+    from prl.runtime.by_hand import is_point, run_role
+
+    if is_point(sys.argv[1:]):
+        run_role("inference")
     run_app(launch, "inference", is_frozen=True)
 
 

@@ -29,7 +29,7 @@ from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.directory.files import append_objects, as_user_error
 from prl.runtime.directory.identity import describe_process, job_name
 from prl.runtime.directory.ledger import record_failure
-from prl.runtime.directory.rundir import refuse_alive
+from prl.runtime.directory.rundir import claim, refuse_alive
 from prl.runtime.directory.status_file import ATTEMPTS, read_attempts, read_status
 from prl.runtime.nodes.job_nodes import BY_HAND, KEY, Meeting, announce, host_name, job_key, node_of_this_process
 from prl.runtime.nodes.node_agent import serve_node
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("point", type=Path, nargs="?", help="a run directory with its plan.json")
     parser.add_argument("--list", type=Path, help="a file of run directories, one line for each array element")
     parser.add_argument("--node", type=int, help="this node's index, where nobody else starts the agents")
+    parser.add_argument("--plan", type=Path, help="the plan.json of the point, where its directory has none yet")
     parser.add_argument("--parent", type=int, help="the process with which to die: a sweep on this machine")
     parser.add_argument("--within", help="the SLURM job around that sweep: its end is ours, its requeueing is not")
     arguments = parser.parse_args()
@@ -59,9 +60,12 @@ def main() -> None:
         parser.error("give a point or a list")
     try:
         path = (arguments.point or choose(arguments.list)).absolute()
-        node = node_of_this_process() if arguments.node is None else check_node(arguments.node, path)
+        frozen = arguments.plan or path / "plan.json"
+        node = node_of_this_process() if arguments.node is None else check_node(arguments.node, frozen)
+        if arguments.plan is not None and node == 0:
+            freeze(path, read_plan_file(frozen))
         job, around = (job_name(), None) if arguments.list else (None, arguments.within or job_name())
-        code = run_attempt(path, job, around) if node == 0 else take_part(path, node)
+        code = run_attempt(path, job, around) if node == 0 else take_part(path, node, frozen)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         code = 2
@@ -87,21 +91,27 @@ def choose(listing: Path) -> Path:
     return Path(line)
 
 
-def check_node(node: int, path: Path) -> int:
+def check_node(node: int, frozen: Path) -> int:
     """A number given by hand. Raises UserError for one that no node has."""
     if node < 0:
         raise UserError(
             f"This point has no node {node}.",
             where=f"--node={node}",
             why="nodes are counted from 0",
-            fix=f"--node=0 to --node={read_plan(path).num_nodes - 1}",
+            fix=f"--node=0 to --node={read_plan_file(frozen).num_nodes - 1}",
         )
     return node
 
 
-def take_part(path: Path, node: int) -> int:
+def freeze(path: Path, plan: RunPlan) -> None:
+    """Put a plan into its point's directory, made for it. Raises UserError if something else is there."""
+    placed = plan.config.model_copy(update={"output_dir": str(path)})
+    claim(plan.model_copy(update={"config": placed})).release()
+
+
+def take_part(path: Path, node: int, frozen: Path) -> int:
     """One of the nodes that are not the first. Those that the point has no use for end at once."""
-    plan = read_plan(path)
+    plan = read_plan_file(frozen)
     if node >= plan.num_nodes:
         print(f"node {node} is not needed: the point has {plan.num_nodes}, counted from 0", flush=True)
         return 0
@@ -200,20 +210,26 @@ def run_job(plan: RunPlan, signals: StopSignals, own_job: bool) -> int:
 
 
 def read_plan(path: Path) -> RunPlan:
+    """That of a point. Raises UserError."""
+    return read_plan_file(path / "plan.json")
+
+
+def read_plan_file(frozen: Path) -> RunPlan:
     try:
-        return plan_from_json((path / "plan.json").read_text())
+        return plan_from_json(frozen.read_text())
     except OSError as error:
         raise UserError(
-            f"{path} holds no frozen point: {error.strerror}",
-            where="plan.json",
-            fix="python -m prl.rl -m hydra.launcher.dry_run=true ... freezes points without starting them",
+            f"{frozen.parent} holds no frozen point: {error.strerror}",
+            where=frozen.name,
+            fix="python -m prl.plan --freeze output_dir=POINT ... freezes a point without starting it; "
+            "python -m prl.rl -m hydra.launcher.dry_run=true ... those of a sweep",
         ) from error
     except ValueError as error:
         raise UserError(
-            f"{path / 'plan.json'} is damaged.",
-            where="plan.json",
+            f"{frozen} is damaged.",
+            where=frozen.name,
             why="it is no plan of this version: " + str(error).splitlines()[0],
-            fix=f": > {path / 'plan.json'}; the command that made the point (sweep.json has it) writes a new one",
+            fix=f": > {frozen}; the command that made the point (sweep.json has it) writes a new one",
         ) from error
 
 

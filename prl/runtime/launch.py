@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from prl.runtime.directory.hours import Hours
 from prl.runtime.directory.rundir import RunDir, claim
 from prl.runtime.directory.status_file import State, StatusFile, read_status
 from prl.runtime.nodes.remote import Nodes, has_no_agents
+from prl.runtime.nodes.seats import Seat
 from prl.runtime.people.progress import Progress
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
@@ -38,6 +39,8 @@ def run(
     entries: Mapping[str, str] = ENTRIES,
     signals: StopSignals | None = None,
     own_job: bool = False,
+    seats: tuple[Seat, ...] = (),
+    on_claim: Callable[[Path], None] = lambda path: None,
 ) -> int:
     """Run one point to its end, resuming it if its directory holds an earlier attempt.
 
@@ -45,6 +48,8 @@ def run(
         entries: role -> "module:function"; tests put tiny roles in their place.
         signals: installed already, by who wants to know which came; None: installed here.
         own_job: whether the SLURM job around was submitted for this run, which pays for it from its start.
+        seats: who starts which roles, where others start some of them; the first is this process'.
+        on_claim: is told the run directory once it is this run's.
 
     Raises UserError for places that this machine has not, a directory of something else, a taken port, and whatever a
     role cannot do with this input. If that happens before the first step of a fresh run, the run directory is removed
@@ -53,13 +58,14 @@ def run(
     shield_console(works=True)
     check_machine(config)
     plan = make_plan(config)
-    if has_no_agents():
+    if has_no_agents() and (not seats or plan.num_nodes == 1):
         refuse_too_few_gpus(plan)
     with nullcontext(signals) if signals else StopSignals() as signals:
         run_dir = claim(plan)
+        on_claim(run_dir.path)
         hours = Hours(run_dir.path, plan.num_devices, run_dir.is_ours, own_job)
         try:
-            return _run_claimed(plan, run_dir, signals, entries, hours)
+            return _run_claimed(plan, run_dir, signals, entries, hours, seats)
         except OSError as error:
             told = as_user_error(error, run_dir.path)
             if told is None:
@@ -74,7 +80,14 @@ def run(
             run_dir.release()
 
 
-def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: Mapping[str, str], hours: Hours) -> int:
+def _run_claimed(
+    plan: RunPlan,
+    run_dir: RunDir,
+    signals: StopSignals,
+    entries: Mapping[str, str],
+    hours: Hours,
+    seats: tuple[Seat, ...],
+) -> int:
     from prl.runtime.people.report import print_report
 
     progress = Progress(plan.config.logging.progress)
@@ -86,13 +99,15 @@ def _run_claimed(plan: RunPlan, run_dir: RunDir, signals: StopSignals, entries: 
     if without := roles_without_gpu(plan):
         progress.note(f"{', '.join(without)}: no GPU is left, so on the CPU; deployment=colocated shares the GPUs")
     marker = secrets.token_hex(16)
-    reaper, nodes = Reaper(marker, run_dir.lock_fd), Nodes()
+    reaper, nodes = Reaper(marker, run_dir.lock_fd), Nodes(seats)
+    verdict = "failed: its own terminal says why"
     try:
         presence = Presence(run_dir.path, run_dir.is_ours)
         home = Household(reaper, marker, signals, progress, presence, run_dir.run_id, hours, nodes, entries)
         outcome = _run_stages(plan, run_dir, home)
+        verdict = f"failed: {outcome.failure.message}" if outcome.failure else outcome.state
     finally:
-        nodes.end()
+        nodes.end(verdict)
         progress.close()
         reaper.finish()
     return _conclude(plan, run_dir, outcome, signals)

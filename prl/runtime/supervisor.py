@@ -100,7 +100,7 @@ class Supervisor:
         self.resume_step, self.init_model_path = resume_step, init_model_path
         self.keys = make_keys()
         self.shared_memory = f"/dev/shm/prl-{secrets.token_hex(8)}"  # no secret, and of no other use
-        self.leases = lease_ports(plan, node=0, address=household.nodes.address)
+        self.leases = lease_ports(plan, household.nodes.is_here, household.nodes.address)
         self.endpoints = dict(self.leases.endpoints)  # those of other nodes join them
         self.view = RunView(plan, run_dir, step=resume_step, observe=household.hours.phases.observe)
         self.children: list[Child] = []  # in the order of starting
@@ -148,9 +148,9 @@ class Supervisor:
             self._start(self.mirror)
 
     def _make_child(self, role: RolePlan) -> Child:
-        if role.node == 0:
+        if self.home.nodes.is_here(role):
             return ChildProcess(self.run_dir, role.name, role, self.home.reaper)
-        return RemoteChild(self.run_dir, role, self.home.nodes.by_index[role.node])
+        return RemoteChild(self.run_dir, role, self.home.nodes.of(role))
 
     def _start(self, child: Child) -> None:
         leased = self.leases.socket_for(child.name)

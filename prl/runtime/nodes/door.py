@@ -18,7 +18,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +66,16 @@ class Arrival:
 class Door:
     """Listens on some addresses of this host, at one port."""
 
-    def __init__(self, addresses: Sequence[str], token: str, num_nodes: int, marker: str) -> None:
-        """Raises UserError when none of the addresses is this host's."""
-        self.token, self.num_nodes, self.marker = token, num_nodes, marker
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str,
+        num_nodes: int,
+        marker: str,
+        is_free: Callable[[int], bool] = lambda node: True,
+    ) -> None:
+        """Raises UserError when none of the addresses is this host's. `is_free`: whether a node is still wanted."""
+        self.token, self.num_nodes, self.marker, self.is_free = token, num_nodes, marker, is_free
         self.listeners = listen(addresses)
         self.port = int(self.listeners[0].getsockname()[1])
         self.joined: set[int] = set()
@@ -144,7 +151,7 @@ class Door:
     def _answer(self, stranger: Stranger, hello: Message) -> Arrival | None:
         self._forget(stranger)
         wire, node = Wire(stranger.connection), hello["hello"]
-        wanted = 0 < node < self.num_nodes and node not in self.joined
+        wanted = 0 < node < self.num_nodes and node not in self.joined and self.is_free(node)
         answer = "welcome" if wanted else "superfluous"
         said = self.marker if wanted else str(node)
         wire.send({answer: said, "proof": proof_of(self.token, "root", hello["nonce"], answer, said)})

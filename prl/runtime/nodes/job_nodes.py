@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,13 +28,16 @@ CLUSTER = "SLURM_CONF"  # which cluster this is, not which job
 
 @dataclass(frozen=True)
 class Meeting:
-    """How to reach the root. `hosts` are tried one after another; `ended`: there is no run to take part in."""
+    """How to reach the root. `hosts` are tried one after another; `machine` is its own name for where it is; `ended`:
+    there is no run to take part in.
+    """
 
     key: str
     num_nodes: int
     hosts: tuple[str, ...] = ()
     port: int = 0
     token: str = ""
+    machine: str = ""
     ended: bool = False
 
 
@@ -112,15 +115,17 @@ def read_meeting(run_dir: Path) -> Meeting | None:
     return meeting if meeting.key == job_key() else None
 
 
-def connect(run_dir: Path, deadline: float, limit_s: float) -> tuple[socket.socket, Meeting] | None:
-    """A connection to the root; None if its run has ended meanwhile.
+def connect(
+    run_dir: Path, deadline: float, limit_s: float, is_over: Callable[[], bool] = lambda: False
+) -> tuple[socket.socket, Meeting] | None:
+    """A connection to the root; None if its run has ended meanwhile, or the search is over.
 
     Raises UserError at the deadline (of time.monotonic), `limit_s` after the search began.
     """
     tried = f"no {NODES_FILE} of this job appeared there"
     while time.monotonic() < deadline:
         meeting = read_meeting(run_dir)
-        if meeting is not None and meeting.ended:
+        if is_over() or (meeting is not None and meeting.ended):
             return None
         for host, known in [] if meeting is None else [(host, meeting) for host in meeting.hosts]:
             try:

@@ -1,7 +1,8 @@
 """The agent of a node that is not the first: starts, watches and ends this node's children as the root tells it.
 
 The root decides; the agent reports. When the root is gone, everything here is ended. Signals are the root's business:
-a scheduler sends them to every node, and the root is told too.
+a scheduler sends them to every node, and the root is told too. Agents that people or torchrun have started, with a
+seat of their own, pass on what they are told.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.nodes.door import knock
-from prl.runtime.nodes.job_nodes import BY_HAND, connect, host_name, job_key
+from prl.runtime.nodes.job_nodes import BY_HAND, NODES_FILE, connect, host_name, job_key
+from prl.runtime.nodes.seats import Seat
 from prl.runtime.nodes.wire import Message, Wire
 from prl.runtime.process.child import WANDB, Boot
 from prl.runtime.process.child_process import ChildProcess
@@ -23,7 +25,7 @@ from prl.runtime.process.environment import child_environment
 from prl.runtime.process.ports import Leases, lease_ports
 from prl.runtime.process.reaper import Reaper
 from prl.runtime.process.restarts import why_final
-from prl.runtime.process.signals import STOP_SIGNALS
+from prl.runtime.process.signals import STOP_SIGNALS, StopSignals
 
 POLL_S = 0.02
 REPORT_INTERVAL_S = 1.0  # of a child with no news
@@ -48,8 +50,46 @@ def serve_node(run_dir: Path, node: int, limit_s: float) -> int:
         if marker is None:
             return 0
         leave_signals_to_the_root()  # before, whoever has started this by hand may end it
-        return NodeAgent(wire, node, marker).run()
+        return NodeAgent(wire, Seat(f"node {node}", node), marker).run()
     return 0
+
+
+def serve_seat(run_dir: Path, plan: RunPlan, index: int, seat: Seat, signals: StopSignals) -> str | None:
+    """Take part in a run whose roles others have started, to its end. Returns how it ended; None: nobody told.
+
+    Args:
+        index: of the seat, among those that the root has worked out from the same plan.
+
+    Raises UserError if no root is found within the start timeout, or where this seat cannot be.
+    """
+    limit_s = plan.config.deployment.start_timeout_s
+    deadline = time.monotonic() + limit_s
+    while not signals.count and (found := connect(run_dir, deadline, limit_s, lambda: signals.count > 0)) is not None:
+        connection, meeting = found
+        if plan.num_nodes == 1 and meeting.machine != host_name():
+            connection.close()
+            raise UserError(
+                f"The run's root is on {meeting.machine}, and this is {host_name()}.",
+                where=str(run_dir / NODES_FILE),
+                why="the plan has one node, so all of its roles are on one machine",
+                fix="start them there; a point of several machines is frozen with deployment=multi_node",
+            )
+        try:
+            wire, marker = knock(connection, meeting.token, index, host_name(), os.getpid(), limit_s)
+        except ConnectionError:
+            time.sleep(POLL_S)
+            continue
+        if marker is None:
+            raise UserError(
+                f"{seat.name} has somebody already.",
+                where=str(run_dir / NODES_FILE),
+                why="another process has joined the run for the same roles",
+                fix="end this one or that one; each role is started once",
+            )
+        agent = NodeAgent(wire, seat, marker, signals)
+        agent.run()
+        return agent.verdict
+    return "stopped" if signals.count else None
 
 
 def leave_signals_to_the_root() -> None:
@@ -58,10 +98,13 @@ def leave_signals_to_the_root() -> None:
 
 
 class NodeAgent:
-    """One node of one run. `run` is called once."""
+    """One agent of one run. `run` is called once."""
 
-    def __init__(self, wire: Wire, node: int, marker: str) -> None:
-        self.wire, self.node, self.marker = wire, node, marker
+    def __init__(self, wire: Wire, seat: Seat, marker: str, signals: StopSignals | None = None) -> None:
+        """`signals`: which the root is told of; None: they are ignored already."""
+        self.wire, self.seat, self.marker, self.signals = wire, seat, marker, signals
+        self.passed_on = 0
+        self.verdict: str | None = None
         self.reaper = Reaper(marker, None)
         self.leases = Leases()
         self.plan: RunPlan | None = None
@@ -76,6 +119,7 @@ class NodeAgent:
                 for message in self.wire.poll():
                     self.obey(message)
                 self.report()
+                self.pass_signals_on()
                 self.reaper.revive()
                 self.wire.ping()
                 time.sleep(POLL_S)
@@ -95,7 +139,15 @@ class NodeAgent:
             child = self.children[message["name"]]
             {"TERM": child.terminate, "KILL": child.kill, "STACKS": child.dump_stacks}[message["signal"]]()
         elif do == "end":
-            self.ended = True
+            self.ended, self.verdict = True, message.get("verdict")
+
+    def pass_signals_on(self) -> None:
+        signals = self.signals
+        if signals is not None and signals.count > self.passed_on:
+            self.passed_on = signals.count
+            left_s = signals.seconds_left()
+            limit_s = None if left_s == float("inf") else left_s
+            self.wire.send({"stop": signals.first, "count": signals.count, "left_s": limit_s})
 
     def lease(self, run_dir: Path) -> None:
         """A new tree begins (the warm start, then the job): its ports on this node, or why they are not to be had."""
@@ -103,7 +155,7 @@ class NodeAgent:
         self.run_dir = run_dir
         self.plan = plan_from_json((run_dir / "plan.json").read_text())
         try:
-            self.leases = lease_ports(self.plan, self.node, self.wire.own_address)
+            self.leases = lease_ports(self.plan, self.seat.has, self.wire.own_address)
         except UserError as error:
             parts = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
             self.wire.send({"refused": parts})

@@ -2,6 +2,7 @@
 
 Under SLURM, srun has started one agent on each node. Elsewhere the root starts agents on its own machine, each posing
 as a node: a rehearsal of a layout of several nodes, with the node's GPUs cut out of this machine's, or on CPU slots.
+Roles that are started by hand, or by torchrun, have agents with seats of their own, on this machine too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.runtime.nodes.door import Door, addresses_of
-from prl.runtime.nodes.job_nodes import BY_HAND, KEY, NODES_FILE, Meeting, announce, job_key, nodes_of_step, own_hosts
+from prl.runtime.nodes.job_nodes import (
+    BY_HAND,
+    KEY,
+    NODES_FILE,
+    Meeting,
+    announce,
+    host_name,
+    job_key,
+    nodes_of_step,
+    own_hosts,
+)
+from prl.runtime.nodes.seats import Seat, seats_of_nodes
 from prl.runtime.nodes.wire import Message, Wire
 from prl.runtime.process.child import Boot
 from prl.runtime.process.child_process import log_path
@@ -37,10 +49,10 @@ JOIN_POLL_S = 0.1
 
 
 class Node:
-    """One other node. `children` are those of the tree that now lives there."""
+    """One other agent, of a node or of some roles. `children` are those of the tree that now lives there."""
 
-    def __init__(self, index: int, host: str, wire: Wire) -> None:
-        self.index, self.host, self.wire = index, host, wire
+    def __init__(self, index: int, seat: Seat, host: str, wire: Wire, signals: StopSignals) -> None:
+        self.index, self.seat, self.host, self.wire, self.signals = index, seat, host, wire, signals
         self.children: dict[str, RemoteChild] = {}
         self.answer: Message | None = None
         self.read_s = 0.0
@@ -59,6 +71,8 @@ class Node:
                         child.hear(message)
                     except (KeyError, TypeError):  # no agent of this version says that
                         self.wire.close()
+            elif "stop" in message:  # somebody has asked it, where it runs
+                self.signals.hear(message["stop"], message["count"], message["left_s"])
             else:
                 self.answer = message
 
@@ -161,10 +175,38 @@ class RemoteChild:
         return {"pid": self.pid, "state": state, "exit": exit_code, "restarts": self.restarts, "node": self.node.host}
 
 
-class Nodes:
-    """All other nodes of a run; none for a run on one."""
+class Waited:
+    """Which seats are free, and which roles have nobody yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: RunPlan, seats: tuple[Seat, ...]) -> None:
+        self.plan, self.seats, self.taken = plan, seats, [seats[0]]
+
+    def is_free(self, index: int) -> bool:
+        return any(map(self.seats[index].has, self._without()))
+
+    def take(self, index: int) -> Seat:
+        self.taken.append(self.seats[index])
+        return self.seats[index]
+
+    def missing(self) -> list[Seat]:
+        """The first seat of each role that nobody has."""
+        wanted = self._without()
+        found = [next(seat for seat in self.seats if seat.has(role) and seat not in self.taken) for role in wanted]
+        return list(dict.fromkeys(found))
+
+    def tell(self) -> str:
+        lines = [seat.command for seat in self.missing()]
+        return "waiting for " + ", ".join(lines) if lines else "all are here"
+
+    def _without(self) -> list[RolePlan]:
+        return [role for role in self.plan.roles if not any(seat.has(role) for seat in self.taken)]
+
+
+class Nodes:
+    """All other nodes of a run; none for a run on one. With `seats`, whose first is the root's: all other agents."""
+
+    def __init__(self, seats: tuple[Seat, ...] = ()) -> None:
+        self.seats = seats
         self.by_index: dict[int, Node] = {}
         self.address: str | None = None  # of this node, as the others reach it
         self.posing: list[subprocess.Popen[bytes]] = []  # agents that the root itself has started
@@ -175,33 +217,54 @@ class Nodes:
         self, plan: RunPlan, run_dir: Path, reaper: Reaper, signals: StopSignals, note: Callable[[str], None]
     ) -> Failure | None:
         """Wait until all other nodes have joined. Returns why they could not; None also when a signal came."""
-        if plan.num_nodes == 1:
+        seats = self.seats or seats_of_nodes(plan)
+        if len(seats) == 1:
             return None
-        alone = has_no_agents()
-        key, hosts = (secrets.token_hex(8), (LOOPBACK,)) if alone else (job_key(), own_hosts())
+        alone = not self.seats and has_no_agents()
+        is_one_machine = alone or (bool(self.seats) and plan.num_nodes == 1)
+        key = secrets.token_hex(8) if alone else job_key()
+        hosts = (LOOPBACK,) if is_one_machine else own_hosts()
         token = secrets.token_hex(16)
-        door = Door(addresses_of(hosts), token, plan.num_nodes, reaper.marker)
+        waited = Waited(plan, seats)
+        door = Door(addresses_of(hosts), token, len(seats), reaper.marker, waited.is_free)
         try:
             self.announced.append(run_dir / NODES_FILE)
-            announce(run_dir, Meeting(key, plan.num_nodes, hosts, door.port, token))
+            announce(run_dir, Meeting(key, plan.num_nodes, hosts, door.port, token, machine=host_name()))
             if alone:
                 note(f"{plan.num_nodes} nodes, all of them on this machine")
                 self._pose(plan, run_dir, key, reaper)
             limit_s = plan.config.deployment.start_timeout_s
             deadline = time.monotonic() + limit_s
-            while len(self.by_index) < plan.num_nodes - 1 and not signals.count and time.monotonic() < deadline:
+            if self.seats:
+                note(waited.tell())
+            while waited.missing() and not signals.count and time.monotonic() < deadline:
                 for arrival in door.arrivals(JOIN_POLL_S):
-                    self.by_index[arrival.node] = Node(arrival.node, arrival.host, arrival.wire)
+                    seat = waited.take(arrival.node)
+                    self.by_index[arrival.node] = Node(arrival.node, seat, arrival.host, arrival.wire, signals)
                     self.address = arrival.wire.own_address
+                    if self.seats:
+                        note(f"{seat.name} joined from {arrival.host}; {waited.tell()}")
+                lost = self.find_lost(run_dir)  # reads, too, whether somebody has stopped the run there
+                if lost is not None:
+                    return lost
         finally:
             door.close()
         threading.Thread(target=self._ping, daemon=True).start()
-        missing = [index for index in range(1, plan.num_nodes) if index not in self.by_index]
+        missing = waited.missing()
         if signals.count or not missing:
             return None
-        names = ", ".join(map(str, missing))
-        message = f"node {names} did not join within deployment.start_timeout_s={limit_s:g}"
-        return Failure("node", "agent", missing[0], missing[0], message, str(run_dir / "logs"))
+        names = ", ".join(seat.name.removeprefix("node ") for seat in missing)
+        message = f"did not join within deployment.start_timeout_s={limit_s:g}"
+        message = f"{waited.tell()}: they {message}" if self.seats else f"node {names} {message}"
+        return Failure("node", "agent", missing[0].node, missing[0].node, message, str(run_dir / "logs"))
+
+    def is_here(self, role: RolePlan) -> bool:
+        """Whether the root itself starts it."""
+        return self.seats[0].has(role) if self.seats else role.node == 0
+
+    def of(self, role: RolePlan) -> Node:
+        """Whose agent starts it."""
+        return next(node for node in self.by_index.values() if node.seat.has(role))
 
     def _pose(self, plan: RunPlan, run_dir: Path, key: str, reaper: Reaper) -> None:
         variables = {
@@ -238,17 +301,18 @@ class Nodes:
         for node in self.by_index.values():
             why = node.lost
             if why is not None:
-                message = f"node {node.index} ({node.host}) is lost: {why}"
-                return Failure("node", "agent", node.index, node.index, message, str(run_dir / "logs"))
+                message = f"{node.seat.name} ({node.host}) is lost: {why}"
+                message += f" ({node.seat.command})" if node.seat.command else ""
+                return Failure("node", "agent", node.seat.node, node.seat.node, message, str(run_dir / "logs"))
         return None
 
-    def end(self) -> None:
-        """Send the agents home; those that this process has started are waited for."""
+    def end(self, verdict: str = "") -> None:
+        """Send the agents home, with what to tell who started them; those that this process has are waited for."""
         self._ended.set()
         for path in self.announced:
             path.unlink(missing_ok=True)
         for node in self.by_index.values():
-            node.wire.send({"do": "end"})
+            node.wire.send({"do": "end", "verdict": verdict})
             node.wire.close()
         deadline = time.monotonic() + STOP_S
         for agent in self.posing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prl.config.errors import UserError
@@ -41,10 +42,17 @@ class Leases:
         self.reserved.clear()
 
 
-def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Leases:
-    """One listening socket for each role of a node that serves, and one for the trainers' rendezvous if it is there.
+def on_first_node(role: RolePlan) -> bool:
+    return role.node == 0
+
+
+def lease_ports(
+    plan: RunPlan, is_here: Callable[[RolePlan], bool] = on_first_node, address: str | None = None
+) -> Leases:
+    """One listening socket for each role here that serves, and one for the trainers' rendezvous if it is here.
 
     Args:
+        is_here: which roles are.
         address: of the node, as other nodes reach it; None for a run that is all on this one.
 
     Raises UserError when inference.port is taken; all other ports are whichever are free.
@@ -53,7 +61,7 @@ def lease_ports(plan: RunPlan, node: int = 0, address: str | None = None) -> Lea
     inference, own = plan.config.inference, address or LOOPBACK
     front = "router" if plan.roles_of("router") else "inference"  # what people talk to
     for role in plan.roles:
-        if role.node != node:
+        if not is_here(role):
             continue
         if role.role == "trainer":
             if role.index == 0:

@@ -20,8 +20,9 @@ class StopSignals:
     `scheduled`, where it is the scheduler's, which repeats it, and sends SIGKILL when it means that.
     """
 
-    def __init__(self, scheduled: bool = False) -> None:
-        self.scheduled = scheduled
+    def __init__(self, scheduled: bool = False, repeated: tuple[int, ...] = (signal.SIGTERM,)) -> None:
+        """`repeated`: the signals of which this is true, for a scheduler that has others than SIGTERM."""
+        self.scheduled, self.repeated = scheduled, repeated
         self.first: int | None = None
         self.count = 0
         self.terminated_s: float | None = None  # when SIGTERM came; of several within REPEAT_S the first
@@ -45,8 +46,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        is_schedulers = self.scheduled and number == signal.SIGTERM
-        if number == signal.SIGTERM:
+        is_schedulers = self.scheduled and number in self.repeated
+        if number in self.repeated:
             now = time.monotonic()
             if self.terminated_s is None or now - self.terminated_s > REPEAT_S:
                 self.terminated_s = now
@@ -56,6 +57,15 @@ class StopSignals:
             return
         self.first = self.first or number
         self.count += 1
+
+    def hear(self, number: int, count: int, left_s: float | None) -> None:
+        """What the agent of other roles was told where it runs: its `count`-th signal. What many are told at once is
+        one signal. `left_s`: until it is killed there.
+        """
+        self.first = self.first or number
+        self.count = max(self.count, count)
+        if left_s is not None:
+            self.deadline_s = min(self.deadline_s or float("inf"), time.monotonic() + left_s)
 
     def seconds_left(self) -> float:
         """Until all must have ended; infinity if nobody has said."""
