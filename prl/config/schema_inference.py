@@ -117,7 +117,7 @@ class InferenceConfig(Group):
     host: HostName = "127.0.0.1"
     port: Port = 0  # 0: a free one
     api_key_var: VariableName | None = None  # name of the environment variable that holds the API key
-    control_key_var: VariableName | None = None  # urls: that of the key for weights and pauses; null api_key_var: for all
+    control_key_var: VariableName | None = None  # of a server that runs take weights to, and of such a run
     tp: Devices = 1  # vllm: devices over which one copy of the model is split
     dp: Devices = 1  # vllm: copies within one engine
     # who spreads requests over the dp ranks: the engine itself; internal to each node, clients between nodes; clients

@@ -1,12 +1,12 @@
 """Who may change the weights of a server that somebody started by hand: one run at a time, for as long as it renews.
 
     GET /lease       what the server holds (model, lengths, dtype), which life of it this is, and who has a lease
-    POST /lease      {"run", "life", "host", "weights": {"transport", "directory", "hosts", "timeout_s"}}: take it, or renew it
+    POST /lease      {"run", "life", "host", "weights": {"transport", "directory", "hosts", "timeout_s"}}: take, renew it
     DELETE /lease    give it up
 
-A run says its name (`X-Prl-Run`) with every request, and is answered only while it holds the lease; samples it gets only
-from weights that it has brought itself, so that a server that was started again serves it nothing old. What changes a
-leased server is refused to all others. A run that dies renews nothing: LEASE_S later the server resumes what the run
+A run says its name (`X-Prl-Run`) with every request, and is answered only while it holds the lease; samples it gets
+only from weights that it has brought itself, so that a server that was started again serves it nothing old. What
+changes a leased server is refused to all others. A run that dies renews nothing: LEASE_S later the server resumes what the run
 may have paused, and is free.
 """
 

@@ -84,7 +84,7 @@ class ExternalEngines:
         self.timeout_s = self.config.deployment.start_timeout_s
 
     async def take(self) -> None:
-        """Lease all engines that are there. Raises UserError for one that cannot serve this run, and for none at all."""
+        """Lease all engines that are there. Raises UserError for one that cannot serve this run, and for none."""
         deadline = time.monotonic() + self.timeout_s
         while not any(self.instances):
             for index, url in enumerate(self.pool.urls):
@@ -117,6 +117,11 @@ class ExternalEngines:
             await asyncio.sleep(RENEW_S)
             try:
                 instance = await self._renew(index)
+            except UserError as error:  # another's now, or another engine
+                self._lose(index, error.what)
+                if not any(self.instances):
+                    raise
+                continue
             except EngineError as error:
                 is_silent = not isinstance(error.__cause__, aiohttp.ClientConnectorError)
                 if is_silent and time.monotonic() - self.answered[index] < PATIENCE_S:

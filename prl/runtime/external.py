@@ -69,8 +69,9 @@ def read_answer(url: str, status: int, text: str, inference: InferenceConfig) ->
         raise UserError(
             f"{url} does not take the control key.",
             where=f"inference.control_key_var={inference.control_key_var}",
-            why="the variable holds another key; a server makes a new one each time it is started",
-            fix=f"export {inference.control_key_var}=$(cat RUN/control_key), of the server's run directory",
+            why="the variable holds another one, or the server makes its own each time it is started",
+            fix=f"start the server with inference.control_key_var={inference.control_key_var} and the same value; or "
+            f"export {inference.control_key_var}=$(cat RUN/control_key), of the server's run directory",
         )
     if status not in (200, 409) or not isinstance(answer, dict) or "instance" not in answer:
         raise _no_engine_of_ours(url, status, inference)
@@ -131,7 +132,9 @@ def check_facts(url: str, answer: dict[str, Any], config: RunConfig) -> None:
     """Raises UserError where an engine holds another model than the run trains, or less of it than the run needs."""
     wanted = model_facts(config)
     card = answer.get("card") or {}
-    others = [f"{key} {card.get(key)!r}, not {value!r}" for key, value in wanted["card"].items() if card.get(key) != value]
+    others = [
+        f"{key} {card.get(key)!r}, not {value!r}" for key, value in wanted["card"].items() if card.get(key) != value
+    ]
     if others:
         raise UserError(
             f"{url} holds another model: {answer.get('model')}.",
@@ -142,7 +145,7 @@ def check_facts(url: str, answer: dict[str, Any], config: RunConfig) -> None:
     length = answer.get("max_model_len", 0)
     if length < wanted["max_model_len"]:
         raise UserError(
-            f"{url} takes {length} tokens, prompt and completion together, and the run wants {wanted['max_model_len']}.",
+            f"{url} takes {length} tokens (prompt and completion), the run wants {wanted['max_model_len']}.",
             where=f"inference.max_model_len={wanted['max_model_len']}",
             why="an engine's context is set when it is started",
             fix=f"inference.max_model_len={length}, or start it with inference.max_model_len={wanted['max_model_len']}",

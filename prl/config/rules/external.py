@@ -29,11 +29,11 @@ def on_loopback(urls: tuple[str, ...]) -> list[str]:
 def engines_elsewhere_belong_to_rl(config: RunConfig) -> Iterator[UserError]:
     inference = config.inference
     if not inference.urls:
-        if said_by_user(config, "inference.control_key_var"):
+        if config.job != "inference" and said_by_user(config, "inference.control_key_var"):
             yield UserError(
                 "inference.control_key_var has no effect.",
                 where=f"inference.control_key_var={inference.control_key_var}, inference.urls=[]",
-                why="engines that a run starts get a key from it",
+                why="engines that a run starts get a key of the run's own",
                 fix="inference.control_key_var=null, or inference.urls=[http://HOST:PORT]",
             )
         return
@@ -42,7 +42,9 @@ def engines_elsewhere_belong_to_rl(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "Only a run that trains takes engines that run already.",
             where=f"{where}, job={config.job}",
-            why="this job starts the engines that it serves or measures" if config.job != "sft" else "it samples nothing",
+            why="this job starts the engines that it serves or measures"
+            if config.job != "sft"
+            else "it samples nothing",
             fix="inference.urls=[]",
         )
     if len(set(inference.urls)) < len(inference.urls):
@@ -71,7 +73,7 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "A router does not stand before engines that run already.",
             where=f"{where}, inference.router.type={inference.router.type}",
-            why="weights go to each engine, and only a request that goes to the engine itself says whose weights it wants",
+            why="weights go to each engine, and so do requests, which say whose weights they want",
             fix="inference.router.type=none inference.router.url=null",
         )
     if on_loopback(inference.urls) and spans_nodes(config):
@@ -79,7 +81,7 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
             "Other nodes do not reach an engine on loopback.",
             where=f"{where}={as_override(tuple(on_loopback(inference.urls)))}",
             why="the run is spread over several nodes",
-            fix="addresses of the engines' hosts (python -m prl.inference inference.host=0.0.0.0), or inference.urls=[]",
+            fix="addresses of the engines' hosts (they are started with inference.host=0.0.0.0), or inference.urls=[]",
         )
     for key in OF_STARTING:
         value, default = getattr(inference, key), field_of(f"inference.{key}").default
@@ -118,5 +120,5 @@ def engines_elsewhere_keep_their_keys(config: RunConfig) -> Iterator[UserError]:
             where="inference.urls, inference.control_key_var=null",
             why="weights, pauses and leases want the control key, which python -m prl.inference prints and keeps in "
             "RUN/control_key while it serves",
-            fix="export PRL_CONTROL_KEY=$(cat RUN/control_key), and inference.control_key_var=PRL_CONTROL_KEY",
+            fix="export PRL_CONTROL_KEY=..., and inference.control_key_var=PRL_CONTROL_KEY for both commands",
         )
