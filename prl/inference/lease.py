@@ -1,13 +1,14 @@
 """Who may change the weights of a server that somebody started by hand: one run at a time, for as long as it renews.
 
-    GET /lease       what the server holds (model, lengths, dtype), which life of it this is, and who has a lease
-    POST /lease      {"run", "life", "host", "weights": {"transport", "directory", "hosts", "timeout_s"}}: take, renew it
+    GET /lease       what the server holds (model, lengths, dtype), and who has a lease
+    POST /lease      {"run", "life", "host", "weights": {"transport", "directory", "hosts", "timeout_s"}}: take or
+                     renew it
     DELETE /lease    give it up
 
 A run says its name (`X-Prl-Run`) with every request, and is answered only while it holds the lease; samples it gets
 only from weights that it has brought itself, so that a server that was started again serves it nothing old. What
-changes a leased server is refused to all others. A run that dies renews nothing: LEASE_S later the server resumes what the run
-may have paused, and is free.
+changes a leased server is refused to all others. A run that dies renews nothing: LEASE_S later the server resumes what
+the run may have paused, and is free.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Lease:
     ) -> None:
         assert source.leased, "a server with a trainer has no lease to give"
         self.facts, self.source, self.resume, self.clock = model_facts(config), source, resume, clock
-        self.instance = secrets.token_hex(8)  # of this life of the server
+        self.grant = ""  # names the lease since it was taken: another one after a restart, and after it had run out
         self.claim: Claim | None = None
         self.until = 0.0
         self.renewals = 0
@@ -84,7 +85,7 @@ class Lease:
         if (held := self.holder) is not None:
             left_s = self.until - self.clock()
             lease = {"run": held.run, "host": held.host, "renewals": self.renewals, "expires_in_s": left_s}
-        return {**self.facts, "instance": self.instance, "lease": lease}
+        return {**self.facts, "lease": lease}
 
     async def answer(self, method: str, run: str | None, body: Any) -> tuple[int, dict[str, Any]]:
         """Status and body of a request to /lease. Raises ValueError for a body that is none."""
@@ -109,8 +110,9 @@ class Lease:
             source = WeightSource(claim.weights.transport, claim.weights.directory, "", tuple(claim.weights.hosts),
                                   claim.weights.timeout_s)  # fmt: skip
             replace_file(Path(self.source.leased), json.dumps(asdict(source)))
+            self.grant = secrets.token_hex(8)
         self.claim, self.until, self.renewals = claim, self.clock() + LEASE_S, self.renewals + 1
-        return 200, {**self.tell(), "has_weights": self.has_weights}
+        return 200, {**self.tell(), "grant": self.grant}
 
     def refusal(self, method: str, path: str, run: str | None) -> tuple[int, str] | None:
         """Status and reason, where a request that may come in is not to be carried out now."""

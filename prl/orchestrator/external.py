@@ -79,24 +79,24 @@ class ExternalEngines:
         self.claim = {"run": ctx.run_id, "life": life, "host": socket.gethostname(), "weights": weights_of(ctx)}
         self.run_id = ctx.run_id
         count = len(self.pool.urls)
-        self.instances: list[str | None] = [None] * count  # which life of each engine has our lease
+        self.grants: list[str | None] = [None] * count  # names of our leases; None of an engine that is left out
         self.answered = [time.monotonic()] * count
         self.timeout_s = self.config.deployment.start_timeout_s
 
     async def take(self) -> None:
         """Lease all engines that are there. Raises UserError for one that cannot serve this run, and for none."""
         deadline = time.monotonic() + self.timeout_s
-        while not any(self.instances):
+        while not any(self.grants):
             for index, url in enumerate(self.pool.urls):
                 with contextlib.suppress(EngineError):
-                    self.instances[index] = await self._renew(index)
+                    self.grants[index] = await self._renew(index)
                     log.info("%s is leased for run %s", url, self.run_id)
-            if not any(self.instances):
+            if not any(self.grants):
                 if time.monotonic() > deadline:
                     raise none_answers(self.config.inference.urls, self.timeout_s)
                 await asyncio.sleep(RENEW_S)
-        for index, instance in enumerate(self.instances):
-            if instance is None:
+        for index, grant in enumerate(self.grants):
+            if grant is None:
                 self.pool.leave_out(index)
 
     async def follow(self) -> None:
@@ -116,10 +116,10 @@ class ExternalEngines:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                instance = await self._renew(index)
+                grant = await self._renew(index)
             except UserError as error:  # another's now, or another engine
                 self._lose(index, error.what)
-                if not any(self.instances):
+                if not any(self.grants):
                     raise
                 continue
             except EngineError as error:
@@ -130,9 +130,9 @@ class ExternalEngines:
                 if time.monotonic() - max(self.answered) > self.timeout_s:
                     raise none_answers(self.config.inference.urls, self.timeout_s) from error
                 continue
-            if instance != self.instances[index]:
-                self._lose(index, "it was started again")
-                self.instances[index] = instance
+            if grant != self.grants[index]:
+                self._lose(index, "it was started again, or our lease had run out")
+                self.grants[index] = grant
             if not self.pool.serving[index] and index not in self.pool.returned:
                 log.info("%s is back, and gets the weights of version %d", url, self.pool.version)
                 # while others renew their leases; one that dies meanwhile is found by its next renewal
@@ -140,8 +140,8 @@ class ExternalEngines:
                 try:
                     while not bringing.done():
                         await asyncio.wait([bringing], timeout=RENEW_S)
-                        with contextlib.suppress(EngineError):
-                            if await self._renew(index) != self.instances[index]:
+                        with contextlib.suppress(EngineError, UserError):
+                            if await self._renew(index) != self.grants[index]:
                                 break
                 finally:
                     if not bringing.done():
@@ -152,9 +152,9 @@ class ExternalEngines:
                     log.warning("%s could not be brought up: %s", url, failure)
 
     def _lose(self, index: int, why: str) -> None:
-        if self.instances[index] is None:
+        if self.grants[index] is None:
             return
-        self.instances[index] = None
+        self.grants[index] = None
         log.warning("%s is left out: %s", self.pool.urls[index], why)
         if self.config.algo.max_off_policy_steps == 0:
             self._end_synchronous(index)
@@ -169,7 +169,7 @@ class ExternalEngines:
         )
 
     async def _renew(self, index: int) -> str:
-        """Which life of the engine has given us its lease. Raises EngineError where none answers, UserError where it is
+        """Take or renew a lease: its name. Raises EngineError where none answers, UserError where it is
         another's, or another model's.
         """
         url = self.pool.urls[index]
@@ -186,7 +186,7 @@ class ExternalEngines:
             raise held_by_other(url, answer["lease"] or {})
         check_facts(url, answer, self.config)
         self.answered[index] = time.monotonic()
-        return str(answer["instance"])
+        return str(answer["grant"])
 
     async def release(self) -> None:
         """Give all engines up, unpaused."""

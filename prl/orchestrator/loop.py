@@ -118,7 +118,7 @@ class Orchestrator:
         ctx, config = self.ctx, self.config
         if config.inference.urls:
             self.external = ExternalEngines(ctx)
-            self.engines = self.external.pool
+            self.engines: EnginePool = self.external.pool
             return self.external.follow
         servers = ctx.plan.servers()
         names = [role.name for role in servers]
@@ -145,7 +145,8 @@ class Orchestrator:
 
     async def _wait_for_others(self) -> None:
         timeout_s = self.config.deployment.start_timeout_s
-        await self.engines.wait_healthy(timeout_s)
+        if self.external is None:  # else those that answer have been leased
+            await self.engines.wait_healthy(timeout_s)
         await self.engines.init_weight_transfer({"verify_checksum": self.config.weight_transport.verify_checksum})
         for env in self.envs.values():
             await asyncio.wait_for(env.connected.wait(), timeout_s)

@@ -73,7 +73,7 @@ def read_answer(url: str, status: int, text: str, inference: InferenceConfig) ->
             fix=f"start the server with inference.control_key_var={inference.control_key_var} and the same value; or "
             f"export {inference.control_key_var}=$(cat RUN/control_key), of the server's run directory",
         )
-    if status not in (200, 409) or not isinstance(answer, dict) or "instance" not in answer:
+    if status not in (200, 409) or not isinstance(answer, dict) or "lease" not in answer:
         raise _no_engine_of_ours(url, status, inference)
     return answer
 
