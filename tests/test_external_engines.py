@@ -200,36 +200,51 @@ def wait_until(condition, what: str, timeout_s: float = 200) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def only_server(tmp_path_factory):
     made = Server(tmp_path_factory.mktemp("engine"))
-    made.start()
     try:
         yield made
     finally:
         made.kill()
 
 
+@pytest.fixture
+def server(only_server):
+    """One of all tests, up again after those that kill it."""
+    if not only_server.listens():
+        only_server.start()
+    return only_server
+
+
 @pytest.mark.slow
 def test_a_run_trains_on_a_server_that_runs_already(server, tmp_path) -> None:
-    """Every step samples from the weights of the step before, to rounding; two runs do not share an engine."""
-    first = start(server.arguments(tmp_path / "a", "algo=sync", "max_steps=3"), tmp_path, env=server.env)
+    """Every step samples from the weights of the step before, to rounding; two runs do not share an engine, and the
+    next one gets it as it is after the first.
+    """
+    out, other = tmp_path / "a", tmp_path / "b"
+    first = start(server.arguments(out, "algo=sync", "max_steps=1000"), tmp_path, env=server.env)
     try:
-        wait_for(first, lambda: server.get(LEASE)["lease"] is not None, "lease", 200)
-        second = run(server.arguments(tmp_path / "b", "max_steps=3"), tmp_path, env=server.env)
-        done = finish(first)
+        wait_for_step(first, out, 1)
+        refused = run(server.arguments(other, "max_steps=2"), tmp_path, env=server.env)
+        wait_for_step(first, out, 3)
+        first.send_signal(signal.SIGTERM)
+        stopped = finish(first)
     finally:
         first.kill()
-    assert second.code == 2, second.output
-    assert "is held by another run" in second.output
-    assert not (tmp_path / "b").exists()
-    assert done.code == 0, done.output
-    trained = rows(tmp_path / "a", "trainer.0")
-    kl = [row["mismatch_kl_mean"] for row in trained if "mismatch_kl_mean" in row]
-    assert len(kl) == 3
+    assert refused.code == 2, refused.output
+    assert "is held by another run" in refused.output
+    assert not other.exists()
+    assert stopped.code == 143, stopped.output
+    kl = [row["mismatch_kl_mean"] for row in rows(out, "trainer.0") if "mismatch_kl_mean" in row]
+    assert len(kl) >= 3
     assert max(kl) < 1e-9
     assert server.get(LEASE)["lease"] is None
     assert server.get("/is_paused") == {"is_paused": False}
-    assert server.get("/weight_info") == {"weight_version": "3"}
+    done = run(server.arguments(other, "max_steps=2"), tmp_path, env=server.env)
+    assert done.code == 0, done.output
+    first_step = next(row for row in rows(other, "trainer.0") if "mismatch_kl_mean" in row)
+    assert first_step["mismatch_kl_mean"] < 1e-9
+    assert server.get("/weight_info") == {"weight_version": "2"}
 
 
 @pytest.mark.slow
@@ -267,7 +282,6 @@ def test_a_run_without_engines_ends_after_a_time_and_names_them(server, tmp_path
         ended = finish(training)
     finally:
         training.kill()
-        server.start()
     assert ended.code == 2, ended.output
     assert "No engine has answered for 8 s" in ended.output
     assert server.url in ended.output

@@ -37,7 +37,7 @@ class Doors:
 def doors_of(plan: RunPlan, keys: RunKeys) -> Doors:
     """Raises UserError when the variable that should hold a key is unset."""
     variable = plan.config.inference.api_key_var
-    control = (keys.control.encode(),) if keys.control else ()
+    control: tuple[bytes, ...] = (keys.control.encode(),) if keys.control else ()
     if plan.config.inference.control_key_var is not None:
         control += (user_key(plan.config.inference.control_key_var, "control_key_var", "control key").encode(),)
     if is_open(plan):
