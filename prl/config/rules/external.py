@@ -45,7 +45,7 @@ def engines_elsewhere_belong_to_rl(config: RunConfig) -> Iterator[UserError]:
             why="this job starts the engines that it serves or measures"
             if config.job != "sft"
             else "it samples nothing",
-            fix="inference.urls=[]",
+            fix="inference.urls=[] inference.control_key_var=null",
         )
     if len(set(inference.urls)) < len(inference.urls):
         yield UserError(
@@ -67,7 +67,7 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
             "Engines that run already do not take turns with the trainer.",
             where=f"{where}, deployment.type=colocated",
             why="they keep their devices, and the trainer has its own",
-            fix="deployment=disaggregated, or inference.urls=[]",
+            fix="deployment=disaggregated, or inference.urls=[] inference.control_key_var=null",
         )
     if inference.router.type != "none":
         yield UserError(
@@ -81,7 +81,8 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
             "Other nodes do not reach an engine on loopback.",
             where=f"{where}={as_override(tuple(on_loopback(inference.urls)))}",
             why="the run is spread over several nodes",
-            fix="addresses of the engines' hosts (they are started with inference.host=0.0.0.0), or inference.urls=[]",
+            fix="addresses of the engines' hosts (they are started with inference.host=0.0.0.0), or "
+            "inference.urls=[] inference.control_key_var=null",
         )
     for key in OF_STARTING:
         value, default = getattr(inference, key), field_of(f"inference.{key}").default
@@ -90,7 +91,7 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
                 f"inference.{key} has no effect.",
                 where=f"{where}, inference.{key}",
                 why="it is for starting an engine, and these run already",
-                fix=f"leave inference.{key} out, or inference.urls=[]",
+                fix=f"leave inference.{key} out, or inference.urls=[] inference.control_key_var=null",
             )
 
 
@@ -120,5 +121,5 @@ def engines_elsewhere_keep_their_keys(config: RunConfig) -> Iterator[UserError]:
             where="inference.urls, inference.control_key_var=null",
             why="weights, pauses and leases want the control key, which python -m prl.inference prints and keeps in "
             "RUN/control_key while it serves",
-            fix="export PRL_CONTROL_KEY=..., and inference.control_key_var=PRL_CONTROL_KEY for both commands",
+            fix="inference.control_key_var=PRL_CONTROL_KEY, with export PRL_CONTROL_KEY=... before both commands",
         )
