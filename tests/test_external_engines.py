@@ -102,7 +102,11 @@ def test_an_engine_that_fits_is_taken() -> None:
     ("routes", "what", "remedy"),
     [
         ({"/v1/models": (200, {"data": []})}, "evaluation and distillation only", "python -m prl.inference"),
-        ({"/v1/models": (401, {})}, "evaluation and distillation only", "inference=vllm"),
+        (
+            {"/v1/models": (401, {})},
+            "evaluation and distillation only",
+            f"prl.inference inference=vllm inference.control_key_var={VARIABLE} inference.port=",
+        ),
         ({}, "is no inference engine", "address of an engine"),
         ({LEASE: (200, {"hello": 1})}, "is no inference engine", "address of an engine"),
         ({"/workers": (200, [])}, "is a router", "engines behind it"),

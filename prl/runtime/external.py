@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from prl.config.errors import UserError
 from prl.config.keys import as_override
@@ -89,13 +90,14 @@ def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> Use
             fix="the addresses of the engines behind it, each started without a router (inference.router.type=none)",
         )
     models, text = _get(f"{url}/v1/models", key)
+    command = f"inference.control_key_var={inference.control_key_var} inference.port={urlsplit(url).port}"
     if models == 401 or (models == 200 and '"data"' in text):
         return UserError(
             f"{url} serves models, but cannot be given weights: it is good for evaluation and distillation only.",
             where="inference.urls",
             why=f"it does not know {LEASE} ({status}): a vLLM without our plugin, or another server with OpenAI's "
             "routes; training samples from the weights of each step",
-            fix=f"start it by {START}, and give its address",
+            fix=f"start it with our plugin and the run's own model=: python -m prl.inference inference=vllm {command}",
         )
     return UserError(
         f"{url} is no inference engine.",
