@@ -180,6 +180,7 @@ class Server:
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
+            self.process = None
             wait_until(lambda: not self.listens(), "end of the server")
 
     def listens(self) -> bool:
