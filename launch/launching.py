@@ -145,8 +145,9 @@ def refuse_impossible(points: list[Point], settings: LauncherSettings, on_slurm:
     """Raise ConfigError for points that cannot be started so."""
     refuse_contradictions(points, settings)
     if on_slurm:
-        from launch.slurm import refuse_too_large, refuse_too_short
+        from launch.slurm import refuse_loopback_engines, refuse_too_large, refuse_too_short
 
+        refuse_loopback_engines(points)
         refuse_too_large(points)
         refuse_too_short(points, settings)
 

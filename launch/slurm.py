@@ -21,6 +21,7 @@ from launch.points import Point, record_submission
 from launch.settings import LauncherSettings
 from launch.slurm_queue import max_array_size, run_slurm
 from prl.config.errors import ConfigError, UserError
+from prl.config.rules.external import on_loopback
 from prl.config.schema import SlurmConfig
 from prl.runtime.directory.files import create_exclusively, replace_file
 from prl.runtime.nodes.job_nodes import without_job
@@ -70,6 +71,24 @@ class Batch:
         if not self.is_array:
             return None
         return f"0-{len(self.points) - 1}" + (f"%{self.parallelism}" if self.parallelism else "")
+
+
+def refuse_loopback_engines(points: list[Point]) -> None:
+    """Engines that run already, and that only this machine reaches. Raises ConfigError."""
+    near = {url: None for point in points for url in on_loopback(point.plan.config.inference.urls)}
+    if near:
+        raise ConfigError(
+            [
+                UserError(
+                    f"A job on a node does not reach {url}.",
+                    where="inference.urls, hydra/launcher=slurm",
+                    why="on the node, loopback is the node itself",
+                    fix="the address of the engine's host (it is started with inference.host=0.0.0.0), or "
+                    "hydra/launcher=local",
+                )
+                for url in near
+            ]
+        )
 
 
 def refuse_too_large(points: list[Point]) -> None:

@@ -24,7 +24,7 @@ from prl.inference import server
 from prl.inference.engine import TorchEngine
 from prl.inference.guard import CLIENT_ROUTES
 from prl.inference.sequences import Sequence
-from prl.planning.run_plan import RunPlan, make_plan
+from prl.planning.run_plan import RolePlan, RunPlan, make_plan
 from prl.runtime.process.keys import RunKeys
 
 TOKEN, CONTROL = "run-token", "control-token"
@@ -47,6 +47,10 @@ class ServerContext:
     restarts: int = 0
     beats: int = 0
     up: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def role(self) -> RolePlan:
+        return self.plan.roles[0]
 
     def beat(self) -> None:
         self.beats += 1

@@ -65,6 +65,7 @@ MEASURED = {
     "inference.concurrency.start": "test_orchestrator_concurrency.py::test_the_first_limit_is_what_the_engines_seat",
     "inference.dtype": "test_inference_vllm.py::test_every_key_of_ours_reaches_vllm",
     "inference.host": "test_router.py::test_the_router_has_the_port_that_people_know",
+    "inference.control_key_var": "test_external_engines.py::test_a_run_trains_on_a_server_that_runs_already",
     "inference.max_concurrent_rollouts": "test_keys_orchestrator.py::test_no_more_rollouts_run_at_once_than_told",
     "inference.port": "test_router.py::test_the_router_has_the_port_that_people_know",
     "inference.request_timeout_s": (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines
+from prl.config.world import samples
 
 
 class NotAvailableError(UserError):
@@ -21,7 +21,7 @@ class NotAvailableError(UserError):
 
 def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
     """All wishes of the config that must wait for a later version."""
-    if has_engines(config) and config.inference.engine == "vllm":
+    if samples(config) and config.inference.engine == "vllm":
         yield from _not_with_vllm(config)
 
 

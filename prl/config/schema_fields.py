@@ -29,6 +29,8 @@ Nodes = Annotated[int, Field(gt=0, le=65536)]
 Devices = Annotated[int, Field(gt=0, le=65536)]
 NoneOrDevices = Annotated[int, Field(ge=0, le=65536)]
 Text = Annotated[str, Field(min_length=1)]
+# http:// or https://, a host, a port; no path, and nobody's name and password
+EngineUrl = Annotated[str, Field(pattern=r"^https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.%]{2,64})$")]
 

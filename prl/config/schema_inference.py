@@ -8,6 +8,7 @@ from pydantic import Field
 
 from prl.config.schema_fields import (
     Devices,
+    EngineUrl,
     Fraction,
     Group,
     HostName,
@@ -105,6 +106,7 @@ class InferenceConfig(Group):
     """Group `inference`: the engine and how it samples."""
 
     engine: Literal["torch", "vllm"] = "torch"
+    urls: tuple[EngineUrl, ...] = ()  # engines that run already, http://HOST:PORT each; (): the run starts its own
     max_num_seqs: Positive = 128  # sequences decoded together by one engine
     max_model_len: Positive = 256  # prompt plus completion, tokens
     max_concurrent_rollouts: Positive = 256  # over all engines
@@ -115,6 +117,7 @@ class InferenceConfig(Group):
     host: HostName = "127.0.0.1"
     port: Port = 0  # 0: a free one
     api_key_var: VariableName | None = None  # name of the environment variable that holds the API key
+    control_key_var: VariableName | None = None  # of a server that runs take weights to, and of such a run
     tp: Devices = 1  # vllm: devices over which one copy of the model is split
     dp: Devices = 1  # vllm: copies within one engine
     # who spreads requests over the dp ranks: the engine itself; internal to each node, clients between nodes; clients

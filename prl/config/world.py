@@ -38,11 +38,16 @@ def has_trainers(config: RunConfig) -> bool:
     return config.job in ("rl", "sft") or (config.bench is not None and config.bench.target != "inference")
 
 
-def has_engines(config: RunConfig) -> bool:
-    """Whether inference engines are part of the job."""
+def samples(config: RunConfig) -> bool:
+    """Whether the job needs inference engines, its own or others."""
     return config.job in ("rl", "inference") or (
         config.bench is not None and config.bench.target in ("inference", "stack")
     )
+
+
+def has_engines(config: RunConfig) -> bool:
+    """Whether inference engines are part of the job; those of inference.urls are not."""
+    return samples(config) and not config.inference.urls
 
 
 def has_router(config: RunConfig) -> bool:

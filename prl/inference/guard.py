@@ -37,7 +37,9 @@ class Doors:
 def doors_of(plan: RunPlan, keys: RunKeys) -> Doors:
     """Raises UserError when the variable that should hold a key is unset."""
     variable = plan.config.inference.api_key_var
-    control = (keys.control.encode(),) if keys.control else ()
+    control: tuple[bytes, ...] = (keys.control.encode(),) if keys.control else ()
+    if plan.config.inference.control_key_var is not None:
+        control += (user_key(plan.config.inference.control_key_var, "control_key_var", "control key").encode(),)
     if is_open(plan):
         return Doors(None, control)
     clients = [keys.generate.encode(), *([user_key(variable).encode()] if variable is not None else [])]
@@ -45,14 +47,14 @@ def doors_of(plan: RunPlan, keys: RunKeys) -> Doors:
     return Doors(tuple(clients), control)
 
 
-def user_key(variable: str) -> str:
+def user_key(variable: str, key: str = "api_key_var", what: str = "API key") -> str:
     """The key in an environment variable. Raises UserError when it is unset."""
     if not os.environ.get(variable):
         raise UserError(
             f"the environment variable {variable} is not set or empty",
-            where="inference.api_key_var",
-            why="it names the variable that holds the API key of the inference server",
-            fix=f"export {variable}=..., or inference.api_key_var=null",
+            where=f"inference.{key}",
+            why=f"it names the variable that holds the {what} of the inference server",
+            fix=f"export {variable}=..., or inference.{key}=null",
         )
     return os.environ[variable]
 

@@ -19,13 +19,15 @@ from prl.inference.engine import TorchEngine
 from prl.inference.errors import ENGINE_DIED, error_body
 from prl.inference.generate_route import add_generate_route
 from prl.inference.guard import OPEN_ROUTES, Doors, doors_of, refusal
+from prl.inference.lease import Lease
 from prl.inference.metrics_route import add_metrics_route
-from prl.inference.requests import ModelNotFound
+from prl.inference.requests import ModelNotFound, read_object
 from prl.inference.weight_routes import add_weight_routes
 from prl.inference.worker import EngineDied, EngineUnavailable, EngineWorker, SequenceFailed
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import check_card, load_model, resolve_model_path
 from prl.models.tokenizer import load_tokenizer
+from prl.runtime.external import LEASE, RUN_HEADER
 from prl.runtime.process.child import ChildContext
 from prl.transport.serving import start_serving
 from prl.transport.sources import WeightSource
@@ -58,7 +60,9 @@ async def serve(ctx: ChildContext) -> None:
         return engine, renderer
 
     worker = EngineWorker(load, ctx.beat)
-    app = build_app(worker, config, doors_of(ctx.plan, ctx.keys), WeightSource.of(ctx))
+    source = WeightSource.of(ctx)
+    lease = Lease(config, source, worker.resume) if source.leased else None
+    app = build_app(worker, config, doors_of(ctx.plan, ctx.keys), source, lease)
     assert ctx.listen_socket is not None
     runner = await start_serving(app, ctx.listen_socket, cancelling=True)
     announced = False
@@ -69,6 +73,8 @@ async def serve(ctx: ChildContext) -> None:
             if worker.loaded and not announced:
                 ctx.ready()
                 announced = True
+            if lease is not None:
+                await lease.tick()
             await asyncio.sleep(0.05)
     finally:
         worker.stop()
@@ -100,21 +106,35 @@ def pick_device(kind: str) -> torch.device:
     return torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def build_app(worker: EngineWorker, config: RunConfig, doors: Doors, source: WeightSource) -> web.Application:
-    """All routes; `source`: from where weights may come."""
-    app = web.Application(middlewares=[_guard(doors, worker.settled), _report_errors])
+def build_app(
+    worker: EngineWorker, config: RunConfig, doors: Doors, source: WeightSource, lease: Lease | None = None
+) -> web.Application:
+    """All routes; `source`: from where weights may come; `lease`: of a server that runs may take."""
+    app = web.Application(middlewares=[_guard(doors, worker.settled, lease), _report_errors])
     add_generate_route(app, worker, config.model.name)
     add_chat_routes(app, worker, config.model.name)
     add_control_routes(app, worker)
     add_weight_routes(app, worker, source)
     add_metrics_route(app, worker, config.model.name)
+    if lease is not None:
+        add_lease_route(app, lease)
     return app
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _guard(doors: Doors, settled: asyncio.Event) -> Middleware:
+def add_lease_route(app: web.Application, lease: Lease) -> None:
+    async def answer(http: web.Request) -> web.Response:
+        body = await read_object(http) if http.method == "POST" else None
+        status, content = await lease.answer(http.method, http.headers.get(RUN_HEADER), body)
+        return web.json_response(content, status=status)
+
+    for method in ("GET", "POST", "DELETE"):
+        app.router.add_route(method, LEASE, answer)
+
+
+def _guard(doors: Doors, settled: asyncio.Event, lease: Lease | None) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         authorization, origin = request.headers.get("Authorization", ""), request.headers.get("Origin")
@@ -122,9 +142,14 @@ def _guard(doors: Doors, settled: asyncio.Event) -> Middleware:
             return error_response(401, reason)
         if request.path not in OPEN_ROUTES:  # what comes while the model loads waits for it
             await settled.wait()
+        if lease is not None and (held := lease.refusal(request.method, request.path, request.headers.get(RUN_HEADER))):
+            return error_response(*held)
         if request.path in GENERATING_ROUTES:
             return await handler(request)
-        return await asyncio.shield(asyncio.ensure_future(handler(request)))
+        response = await asyncio.shield(asyncio.ensure_future(handler(request)))
+        if lease is not None:
+            lease.told(request.path, response.status)
+        return response
 
     return guard
 

@@ -22,6 +22,7 @@ from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.evaluation import evaluate
+from prl.orchestrator.external import ExternalEngines
 from prl.orchestrator.failure_log import FailureLog
 from prl.orchestrator.lockstep import Lockstep
 from prl.orchestrator.producer import Producer, StepGroups
@@ -70,6 +71,7 @@ class Orchestrator:
         self.to_evaluate: set[int] = set()  # versions published whose evaluation is not over
         self.rollout_log: RolloutLog | None = None
         self.watch: EngineWatch | None = None
+        self.external: ExternalEngines | None = None
         # step -> when the trainer took it, generation seconds until then
         self.handed: dict[int, tuple[float, float]] = {}
         self.ready_since: dict[int, float] = {}  # step -> when its batch was ready
@@ -77,19 +79,14 @@ class Orchestrator:
     async def run(self) -> None:
         ctx, config = self.ctx, self.config
         renderer = await asyncio.to_thread(self._load_renderer)
-        servers = ctx.plan.servers()
-        names = [role.name for role in servers]
-        urls = [ctx.endpoints[name] for name in names]
-        kinds = [role.engine.kind for role in servers if role.engine]
-        processes = [len(role.devices) for role in servers]
-        router = config.inference.router.url or ctx.endpoints.get("router")
-        self.engines = EnginePool(urls, config.inference, ctx.keys, kinds, router, processes)
+        followed = self._find_engines()
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.keys.env) for name in config.env.mix}
         background = [self._in_background(env.serve()) for env in self.envs.values()]
-        restarted = follow_restarts(ctx.run_dir, names, self.engines, config.deployment.start_timeout_s)
-        background.append(self._in_background(restarted))
         server = await start_server(self, ctx.listen_socket, ctx.keys.train)  # type: ignore[arg-type]
         try:
+            if self.external is not None:
+                await self._with_beats(self.external.take())
+            background.append(self._in_background(followed()))
             await self._with_beats(self._wait_for_others())
             lockstep = Lockstep(self.engines) if config.algo.max_off_policy_steps == 0 else None
             failures = FailureLog(ctx.run_dir)
@@ -111,8 +108,26 @@ class Orchestrator:
         finally:
             for task in background:
                 task.cancel()
+            if self.external is not None:
+                await self.external.release()
             await self.engines.close()
             await server.cleanup()
+
+    def _find_engines(self) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Sets the pool. Returns what follows its engines' restarts, for ever."""
+        ctx, config = self.ctx, self.config
+        if config.inference.urls:
+            self.external = ExternalEngines(ctx)
+            self.engines: EnginePool = self.external.pool
+            return self.external.follow
+        servers = ctx.plan.servers()
+        names = [role.name for role in servers]
+        kinds = [role.engine.kind for role in servers if role.engine]
+        processes = [len(role.devices) for role in servers]
+        router = config.inference.router.url or ctx.endpoints.get("router")
+        urls = [ctx.endpoints[name] for name in names]
+        self.engines = EnginePool(urls, config.inference, ctx.keys, kinds, router, processes)
+        return partial(follow_restarts, ctx.run_dir, names, self.engines, config.deployment.start_timeout_s)
 
     def _load_renderer(self) -> ChatRenderer:
         path = resolve_model_path(self.config.model, Path(self.config.cache_dir), self.ctx.init_model_path)
@@ -130,7 +145,8 @@ class Orchestrator:
 
     async def _wait_for_others(self) -> None:
         timeout_s = self.config.deployment.start_timeout_s
-        await self.engines.wait_healthy(timeout_s)
+        if self.external is None:  # else those that answer have been leased
+            await self.engines.wait_healthy(timeout_s)
         await self.engines.init_weight_transfer({"verify_checksum": self.config.weight_transport.verify_checksum})
         for env in self.envs.values():
             await asyncio.wait_for(env.connected.wait(), timeout_s)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
-from prl.config.world import gpu_ids, has_engines, has_router, has_trainers, infer_devices, spans_nodes
+from prl.config.world import gpu_ids, has_engines, has_router, has_trainers, infer_devices, samples, spans_nodes
 from prl.planning.run_plan import EnginePlan, RoleName, RolePlan
 
 
@@ -17,14 +17,14 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
     Args:
         train_world: number of trainer ranks.
     """
-    if not has_engines(config):
+    if not samples(config):
         return _trainers(config, train_world, first_node=0)
-    engines = _engines(config)
+    engines = _engines(config) if has_engines(config) else ()
     router = (_host_role("router", "router", 0, 1),) if has_router(config) else ()
     if not has_trainers(config):
         return (*engines, *router)
     # of several nodes, none has both
-    first_node = 1 + max(role.node for role in engines) if spans_nodes(config) else 0
+    first_node = 1 + max(role.node for role in engines) if engines and spans_nodes(config) else 0
     trainers = _trainers(config, train_world, first_node)
     return (*engines, *router, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
 

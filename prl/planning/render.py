@@ -35,6 +35,8 @@ def _summary(plan: RunPlan) -> list[str]:
     if plan.roles_of("trainer"):
         sizes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}"
         lines.append(f"mesh        {sizes} = {mesh.world_size} ranks; ep {mesh.ep}; {mesh.data_ranks} data ranks")
+    if config.inference.urls:
+        lines.append(f"engines     {', '.join(config.inference.urls)}: they run already, on devices of their own")
     if uneven := uneven_experts(plan):
         lines.append(f"uneven      {uneven}")
     turns = devices_taking_turns(config) if plan.num_nodes > 1 else None

@@ -21,6 +21,7 @@ from prl.runtime.directory.files import as_user_error
 from prl.runtime.directory.hours import Hours
 from prl.runtime.directory.rundir import RunDir, claim
 from prl.runtime.directory.status_file import State, StatusFile, read_status
+from prl.runtime.external import check_engines
 from prl.runtime.nodes.remote import Nodes, has_no_agents
 from prl.runtime.nodes.seats import Seat
 from prl.runtime.people.progress import Progress
@@ -127,6 +128,8 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
             state: State = "stopped" if failure is None else "failed"
             status.update(state=state, failure=failure.to_status() if failure else None)
             return Outcome(state, resume_step, failure)
+        if config.inference.urls:
+            check_engines(config, run_dir.run_id, home.progress.note, lambda: home.signals.count > 0)
         init_model_path, warm = warm_start(plan, path, home, status)
         if warm is not None and warm.state != "done":
             status.update(state=warm.state, failure=warm.failure.to_status() if warm.failure else None)

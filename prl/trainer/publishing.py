@@ -13,6 +13,7 @@ from prl.models.adapters import peft_config
 from prl.planning.run_plan import RunPlan
 from prl.runtime.process.child import ChildContext
 from prl.trainer.world import World
+from prl.transport.serving import address_towards
 from prl.transport.stores import serve_store
 from prl.transport.weights import DEVICE_TRANSPORTS, Publisher, make_publisher
 from prl.transport.weights_ipc import IpcPublisher
@@ -24,6 +25,8 @@ def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
     """This rank's publisher; None for ranks that only take part in the gathers. A collective."""
     transport = ctx.plan.config.weight_transport
     address = ctx.endpoints["rendezvous"].rsplit(":", 1)[0]
+    if ctx.plan.config.inference.urls:
+        address = address_towards(ctx.plan.config.inference.urls, address)
     if transport.type == "ipc":
         return _ipc_publisher(ctx, world, address)
     if not world.is_main:

@@ -88,15 +88,34 @@ class WeightSource:
     shared_memory: str
     hosts: tuple[str, ...]
     timeout_s: float
+    leased: str = ""  # a file, in which a server without a trainer keeps what the run says that holds its lease
 
     @classmethod
     def of(cls, ctx: ChildContext) -> WeightSource:
         transport, meeting = ctx.plan.config.weight_transport, ctx.endpoints.get(RENDEZVOUS)
         hosts = LOOPBACK_HOSTS if meeting is None else (meeting.rsplit(":", 1)[0],)
-        return cls(transport.type, str(ctx.run_dir / "weights"), ctx.shared_memory, hosts, transport.timeout_s)
+        leased = ""
+        if ctx.plan.config.job == "inference":
+            engine = ctx.role.engine
+            name = ctx.role.name if engine is None or engine.serves else engine.head  # who only computes looks there
+            leased = str(ctx.run_dir / f"lease-{name.replace('/', '-')}.json")
+        return cls(transport.type, str(ctx.run_dir / "weights"), ctx.shared_memory, hosts, transport.timeout_s, leased)
+
+    def current(self) -> WeightSource:
+        """The source that holds now: of the run that has a lease on this server, else its own."""
+        try:
+            return WeightSource.from_fields(json.loads(Path(self.leased).read_text())) if self.leased else self
+        except FileNotFoundError:
+            return self
 
     def check(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """The same, with defaults, if all of it is as it should be. Raises ValueError that says what is not."""
+        if self.leased:
+            return self.current().check_update(update_info)
+        return self.check_update(update_info)
+
+    def check_update(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        """`check`, whoever else may have a lease."""
         if update_info.get("type") != self.transport or self.transport not in MODELS:
             given = str(update_info.get("type"))[:50]
             raise ValueError(f"weights come by weight_transport={self.transport} here, not by {given!r}")
@@ -130,7 +149,11 @@ class WeightSource:
 
     @staticmethod
     def from_environment() -> WeightSource:
-        fields = json.loads(os.environ[VARIABLE])
+        return WeightSource.from_fields(json.loads(os.environ[VARIABLE]))
+
+    @staticmethod
+    def from_fields(fields: dict[str, Any]) -> WeightSource:
+        """Of what `asdict` has made."""
         return WeightSource(**fields | {"hosts": tuple(fields["hosts"])})
 
 

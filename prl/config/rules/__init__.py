@@ -10,6 +10,7 @@ from prl.config.rules import (
     deployment,
     effects,
     engines,
+    external,
     memory,
     model,
     names,
@@ -50,6 +51,10 @@ COMMON_RULES: tuple[Rule, ...] = (
     router.router_has_its_url,
     router.router_does_not_separate_prefill,
     router.router_keeps_strangers_out,
+    external.engines_elsewhere_belong_to_rl,
+    external.engines_elsewhere_can_be_told,
+    external.weights_reach_engines_elsewhere,
+    external.engines_elsewhere_keep_their_keys,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     model.fp8_fits_the_model,

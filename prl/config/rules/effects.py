@@ -14,7 +14,7 @@ from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
 from prl.config.schema import OptimConfig, RunConfig
-from prl.config.world import has_engines, has_trainers, resolve_world, spans_nodes
+from prl.config.world import has_engines, has_trainers, resolve_world, samples, spans_nodes
 
 EVAL_TIMES = ("interval", "at_start", "at_end")
 
@@ -63,7 +63,10 @@ def _deployment(config: RunConfig) -> Iterator[Idle]:
         yield Idle(keys, f"job={config.job}", "nobody trains in this job")
     if not has_engines(config):
         keys = ("deployment.num_infer_gpus", "deployment.num_infer_nodes", "deployment.infer_gpu_ids")
-        yield Idle(keys, f"job={config.job}", "nobody samples in this job")
+        if config.inference.urls:
+            yield Idle(keys, "inference.urls", "engines that run already have devices of their own")
+        else:
+            yield Idle(keys, f"job={config.job}", "nobody samples in this job")
 
 
 def _memory(config: RunConfig) -> Iterator[Idle]:
@@ -110,7 +113,7 @@ def _rl(config: RunConfig) -> Iterator[Idle]:
     if config.job == "sft":
         yield Idle(("debug.keep_rollouts",), "job=sft", "there are no rollouts")
     yield from _random_weights(config)
-    if has_engines(config) and config.deployment.type != "colocated":
+    if samples(config) and config.deployment.type != "colocated":
         where = f"deployment.type={config.deployment.type}"
         yield Idle(
             ("inference.sleep_level",), where, "engines with devices of their own never sleep", "deployment=colocated"

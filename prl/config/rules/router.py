@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.schema import RouterConfig, RunConfig
-from prl.config.world import has_engines
+from prl.config.world import samples
 
 POLICY_KEYS = ("policy", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold")
 
@@ -33,7 +33,7 @@ def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
                     why="taking turns looks at neither caches nor load",
                     fix=f"inference.router.policy=cache_aware, or inference.router.{key}={getattr(usual, key)}",
                 )
-    unserved = not has_engines(config) or (config.bench is not None and config.bench.target == "inference")
+    unserved = not samples(config) or (config.bench is not None and config.bench.target == "inference")
     if router.type != "none" and (unserved or (router.type == "url" and config.job == "inference")):
         yield UserError(
             "Nobody would send anything to the router.",

@@ -14,6 +14,8 @@ from prl.config.schema import RunConfig
 from prl.inference.bounds import CONTROL_BODY, MAX_N, OPEN_BODY, body_limit, check_bounds, parse_json
 from prl.inference.errors import error_body
 from prl.inference.guard import CLIENT_ROUTES, OPEN_ROUTES, Doors, refusal
+from prl.inference.lease import Lease
+from prl.runtime.external import LEASE, RUN_HEADER
 from prl.transport.serving import BODY_S, HEAD_S
 from prl.transport.sources import WeightSource
 
@@ -40,9 +42,17 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, doors: Doors, source: WeightSource, config: RunConfig, *, has_weights: bool
+        self,
+        app: ASGIApp,
+        doors: Doors,
+        source: WeightSource,
+        config: RunConfig,
+        *,
+        has_weights: bool,
+        lease: Lease | None = None,
     ) -> None:
         self.app, self.doors, self.source, self.has_weights = app, doors, source, has_weights
+        self.lease = lease
         self.vocab = config.model.card.vocab_size
         self.logprobs = max(MAX_N, logprobs_of_kept(config))  # vLLM has a bound of its own, not to be undercut
         self.body_limit = body_limit(config.inference.max_model_len)
@@ -54,12 +64,18 @@ class Guard:
             self._check_key(scope)
             body = await read_all(receive, self._most(scope["path"]))
             self._check_body(scope["path"], body)
+            if self.lease is not None and scope["path"] == LEASE:
+                status, content = await self._answer_lease(self.lease, scope, body)
+                return await JSONResponse(content, status_code=status)(scope, receive, send)
+            self._check_lease(scope)
         except Refused as refused:
             return await refused.response()(scope, receive, send)
 
         async def answer(message: Message) -> None:
             if scope["path"] in BRING_WEIGHTS and message.get("status") == 200:
                 self.has_weights = True
+            if self.lease is not None and "status" in message:
+                self.lease.told(scope["path"], message["status"])
             await send(message)
 
         await self.app(scope, once(body, receive), answer)
@@ -79,6 +95,18 @@ class Guard:
         if samples and not self.has_weights and scope["path"] != ADAPTERS:
             raise Refused(503, "no weights since a restart")
 
+    async def _answer_lease(self, lease: Lease, scope: Scope, body: bytes) -> tuple[int, Any]:
+        try:
+            return await lease.answer(scope["method"], _header(scope, RUN_HEADER), parse_json(body) if body else None)
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+
+    def _check_lease(self, scope: Scope) -> None:
+        if self.lease is not None and (
+            held := self.lease.refusal(scope["method"], scope["path"], _header(scope, RUN_HEADER))
+        ):
+            raise Refused(*held)
+
     def _check_body(self, path: str, body: bytes) -> None:
         if not body:
             return
@@ -90,6 +118,11 @@ class Guard:
                 self.source.check_path(adapter, adapter.rpartition("/")[2])
         except (ValueError, TypeError) as error:
             raise Refused(400, str(error)) from error
+
+
+def _header(scope: Scope, name: str) -> str | None:
+    wanted = name.lower().encode()
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == wanted), None)
 
 
 async def read_all(receive: Receive, most: int) -> bytes:

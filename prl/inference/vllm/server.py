@@ -31,6 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from prl.config.errors import UserError
 from prl.inference.guard import doors_of
+from prl.inference.lease import Lease
 from prl.inference.vllm.causes import REFUSALS, log_end, refused, root_cause
 from prl.inference.vllm.flat_logprobs import answer_flat
 from prl.inference.vllm.guarding import Guard, TimedProtocol
@@ -95,11 +96,13 @@ async def serve(ctx: ChildContext, args: Namespace) -> None:
     try:
         await name_first_weights(engine, FIRST_VERSION)
         doors, source = doors_of(ctx.plan, ctx.keys), WeightSource.of(ctx)
-        app = Guard(await make_app(engine, args), doors, source, config, has_weights=ctx.restarts == 0)
+        lease = Lease(config, source, engine.resume_generation) if source.leased else None
+        application = await make_app(engine, args)
+        app = Guard(application, doors, source, config, has_weights=ctx.restarts == 0, lease=lease)
         assert ctx.listen_socket is not None
         async with serving(app, ctx.listen_socket) as server:
             ctx.ready()
-            await watch(ctx, engine, server)
+            await watch(ctx, engine, server, lease)
     finally:
         engine.shutdown(timeout=STOP_TIMEOUT_S)
 
@@ -215,7 +218,9 @@ async def serving(app: ASGIApp, listen_socket: socket.socket) -> Any:
         await task
 
 
-async def watch(ctx: ChildContext, engine: AsyncLLMEngine, server: asyncio.Task[None]) -> None:
+async def watch(
+    ctx: ChildContext, engine: AsyncLLMEngine, server: asyncio.Task[None], lease: Lease | None = None
+) -> None:
     """Show life while the engine does: a question that its busy loop itself must answer. Raises when it is dead."""
     probe = asyncio.create_task(engine.is_paused())
     while not ctx.stop_requested:
@@ -227,5 +232,7 @@ async def watch(ctx: ChildContext, engine: AsyncLLMEngine, server: asyncio.Task[
             probe.result()
             ctx.beat()
             probe = asyncio.create_task(engine.is_paused())
+        if lease is not None:
+            await lease.tick()
         await asyncio.sleep(POLL_S)
     probe.cancel()

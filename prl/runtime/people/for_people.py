@@ -41,7 +41,7 @@ def hand_out_keys(plan: RunPlan, run_dir: Path, keys: RunKeys, tell: Callable[[s
     Args:
         is_private: whether `tell` reaches whoever has started it and nobody else, unlike a job's log.
     """
-    given = [("control", CONTROL_KEY, keys.control)]
+    given = [("control", CONTROL_KEY, keys.control)] * (plan.config.inference.control_key_var is None)
     if not is_open(plan) and plan.config.inference.api_key_var is None:
         given.append(("sampling", API_KEY, keys.generate))
     for routes, name, key in given:

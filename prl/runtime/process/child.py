@@ -67,6 +67,7 @@ class ChildContext:
         listen_socket: bound and listening on this role's endpoint (trainer/0: the rendezvous), or None.
         resume_step: 0 for a fresh run, else the step of the checkpoint to load.
         init_model_path: Hugging Face checkpoint of the warm start; None: config.model.path, or random weights.
+        run_id: of the run, the same for all its attempts.
         restarts: how often this role has died in this run; what it was given before is gone.
     """
 
@@ -75,7 +76,7 @@ class ChildContext:
         self.endpoints, self.keys, self.shared_memory = boot.endpoints, boot.keys, boot.shared_memory
         self.listen_socket = None if boot.listen_fd is None else socket.socket(fileno=boot.listen_fd)
         self.resume_step, self.init_model_path = boot.resume_step, boot.init_model_path
-        self.restarts = boot.restarts
+        self.restarts, self.run_id = boot.restarts, boot.wandb_run_id
         self.metrics = MetricsWriter(run_dir, role.name)
         self._heart = Heart(run_dir, role.name)
         self._stop, self._error_fd = stop, boot.error_fd

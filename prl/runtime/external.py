@@ -1,0 +1,251 @@
+"""Engines that somebody else has started (inference.urls): what they say of themselves, and whether it fits a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from prl.config.errors import UserError
+from prl.config.keys import as_override
+from prl.config.point import UNTRAINED
+from prl.config.schema import InferenceConfig, RunConfig
+
+LEASE = "/lease"
+RUN_HEADER = "X-Prl-Run"  # of every request of a run to engines that are not its own
+LEASE_S = 30.0  # of a server's lease without renewal
+RENEW_S = 2.0  # between two renewals
+ANSWER_S = 5.0  # for an answer that takes no work
+START = "python -m prl.inference, with inference=vllm for vLLM and our plugin"
+
+
+def model_facts(config: RunConfig) -> dict[str, Any]:
+    """What an engine says of itself, and what a run wants of one."""
+    inference, model = config.inference, config.model
+    return {
+        "engine": inference.engine,
+        "model": model.name,
+        "card": model.card.model_dump(mode="json", exclude=UNTRAINED),
+        "dtype": model.dtype if inference.dtype == "auto" else inference.dtype,
+        "max_model_len": inference.max_model_len,
+        "return_routed_experts": inference.return_routed_experts,
+    }
+
+
+def keys_of(inference: InferenceConfig) -> tuple[str, str]:
+    """Keys for sampling and for control. Raises UserError for variables that are unset."""
+    assert inference.control_key_var is not None, "a rule asks for it"
+    control = _variable("control_key_var", inference.control_key_var, "control key of the engines (RUN/control_key)")
+    if inference.api_key_var is None:
+        return control, control
+    return _variable("api_key_var", inference.api_key_var, "API key of the engines (RUN/api_key)"), control
+
+
+def _variable(key: str, name: str, what: str) -> str:
+    if value := os.environ.get(name, "").strip():
+        return value
+    raise UserError(
+        f"the environment variable {name} is not set or empty",
+        where=f"inference.{key}={name}",
+        why=f"it holds the {what}",
+        fix=f"export {name}=...",
+    )
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def read_answer(url: str, status: int, text: str, inference: InferenceConfig) -> dict[str, Any]:
+    """The answer to /lease. Raises UserError for who is no engine that takes weights from a run."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if status == 401:
+        raise UserError(
+            f"{url} does not take the control key.",
+            where=f"inference.control_key_var={inference.control_key_var}",
+            why="the variable holds another one, or the server makes its own each time it is started",
+            fix=f"start the server with inference.control_key_var={inference.control_key_var} and the same value; or "
+            f"export {inference.control_key_var}=$(cat RUN/control_key), of the server's run directory",
+        )
+    if status not in (200, 409) or not isinstance(answer, dict) or "lease" not in answer:
+        raise _no_engine_of_ours(url, status, inference)
+    return answer
+
+
+def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> UserError:
+    """As far as what it answers to others tells what it is."""
+    key = os.environ.get(inference.api_key_var or inference.control_key_var or "", "")
+    if _get(f"{url}/workers", key)[0] == 200:
+        return UserError(
+            f"{url} is a router: weights do not get through it.",
+            where="inference.urls",
+            why="each engine must be told of each version itself",
+            fix="the addresses of the engines behind it, each started without a router (inference.router.type=none)",
+        )
+    models, text = _get(f"{url}/v1/models", key)
+    command = f"inference.control_key_var={inference.control_key_var} inference.port={urlsplit(url).port}"
+    if models == 401 or (models == 200 and '"data"' in text):
+        return UserError(
+            f"{url} serves models, but cannot be given weights: it is good for evaluation and distillation only.",
+            where="inference.urls",
+            why=f"it does not know {LEASE} ({status}): a vLLM without our plugin, or another server with OpenAI's "
+            "routes; training samples from the weights of each step",
+            fix=f"start it with our plugin and the run's own model=: python -m prl.inference inference=vllm {command}",
+        )
+    return UserError(
+        f"{url} is no inference engine.",
+        where="inference.urls",
+        why=f"it answers {LEASE} by {status}, and has no /v1/models ({models or 'no answer'})",
+        fix=f"the address of an engine: {START}",
+    )
+
+
+def _get(url: str, key: str) -> tuple[int, str]:
+    """Status and text; 0 for no answer."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with _opener().open(request, timeout=ANSWER_S) as response:
+            return response.status, response.read(1 << 20).decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(1 << 20).decode(errors="replace")
+    except (OSError, ValueError, urllib.error.URLError):
+        return 0, ""
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Without proxies and detours, which a control key is not for."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoDetours())
+
+
+class _NoDetours(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+def check_facts(url: str, answer: dict[str, Any], config: RunConfig) -> None:
+    """Raises UserError where an engine holds another model than the run trains, or less of it than the run needs."""
+    wanted = model_facts(config)
+    card = answer.get("card") or {}
+    others = [
+        f"{key} {card.get(key)!r}, not {value!r}" for key, value in wanted["card"].items() if card.get(key) != value
+    ]
+    if others:
+        raise UserError(
+            f"{url} holds another model: {answer.get('model')}.",
+            where=f"inference.urls, model={config.model.name}",
+            why=f"its card has {'; '.join(others[:4])}{' and more' if len(others) > 4 else ''}",
+            fix="the same model= (and model.card keys) for both commands",
+        )
+    length = answer.get("max_model_len", 0)
+    if length < wanted["max_model_len"]:
+        raise UserError(
+            f"{url} takes {length} tokens (prompt and completion), the run wants {wanted['max_model_len']}.",
+            where=f"inference.max_model_len={wanted['max_model_len']}",
+            why="an engine's context is set when it is started",
+            fix=f"inference.max_model_len={length}, or start it with inference.max_model_len={wanted['max_model_len']}",
+        )
+    for key, where, remedy in (
+        ("engine", "inference.engine", f"inference={answer.get('engine')}"),
+        ("dtype", "inference.dtype", f"inference.dtype={answer.get('dtype')}"),
+        ("return_routed_experts", "inference.return_routed_experts",
+         f"inference.return_routed_experts={as_override(answer.get('return_routed_experts'))}"),
+    ):  # fmt: skip
+        if answer.get(key) != wanted[key]:
+            raise UserError(
+                f"{url} was started with {where}={as_override(answer.get(key))}.",
+                where=f"{where}={as_override(wanted[key])}",
+                why="the run would ask it for what it does not do, or train on what it does not say",
+                fix=f"{remedy}, or start it otherwise",
+            )
+
+
+def held_by_other(url: str, lease: dict[str, Any]) -> UserError:
+    return UserError(
+        f"{url} is held by another run: {lease.get('run')} on {lease.get('host')}.",
+        where="inference.urls",
+        why="two runs would overwrite each other's weights",
+        fix=f"other engines, or wait: a run gives its engines up when it ends, at the latest {LEASE_S:.0f} s after its "
+        "last sign of life",
+    )
+
+
+def none_answers(urls: tuple[str, ...], after_s: float | None = None) -> UserError:
+    """All are away: from the start (None), or for so long."""
+    return UserError(
+        f"No engine answers: {', '.join(urls)}." if after_s is None else
+        f"No engine has answered for {after_s:.0f} s: {', '.join(urls)}.",
+        where="inference.urls" if after_s is None else f"inference.urls, deployment.start_timeout_s={after_s:g}",
+        why="nobody listens there, or nobody who answers from this machine",
+        fix=f"start them ({START}); "
+        + ("then this command again" if after_s is None else "the same command with its output_dir resumes"),
+    )  # fmt: skip
+
+
+# --- before anything starts -------------------------------------------------------------------------------------------
+
+
+def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], stopped: Callable[[], bool]) -> None:
+    """Ask each engine what it is. Raises UserError unless one at least is there, and all that are can serve this run.
+
+    One that takes connections without an answer is loading, and waited for; one that another run holds until that
+    renews its lease, or does not.
+    """
+    inference = config.inference
+    _, control = keys_of(inference)
+    deadline, told = time.monotonic() + config.deployment.start_timeout_s, set[str]()
+    waiting, found, renewals = list(inference.urls), 0, dict[str, int]()
+
+    def tell(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            note(text)
+
+    while waiting and not stopped():
+        for url in list(waiting):
+            state = _ask(url, control, inference)
+            if isinstance(state, dict):
+                check_facts(url, state, config)
+                lease = state.get("lease")
+                if lease is not None and lease["run"] != run_id:
+                    if renewals.setdefault(url, lease["renewals"]) != lease["renewals"]:
+                        raise held_by_other(url, lease)
+                    tell(f"{url}: held by run {lease['run']}; waiting whether that is alive")
+                    continue
+                found += 1
+            elif state == "loading" and time.monotonic() < deadline:
+                tell(f"{url}: takes connections, but does not answer yet")
+                continue
+            else:
+                tell(f"{url}: no answer; the run takes it in when it comes")
+            waiting.remove(url)
+        if waiting:
+            time.sleep(1.0)
+    if not found and not stopped():
+        raise none_answers(inference.urls)
+
+
+def _ask(url: str, control: str, inference: InferenceConfig) -> dict[str, Any] | str:
+    """What it says, or "loading" or "away". Raises UserError."""
+    request = urllib.request.Request(f"{url}{LEASE}", headers={"Authorization": f"Bearer {control}"})
+    try:
+        with _opener().open(request, timeout=ANSWER_S) as response:
+            return read_answer(url, response.status, response.read().decode(errors="replace"), inference)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 503:
+                return "loading"
+            return read_answer(url, error.code, error.read().decode(errors="replace"), inference)
+    except TimeoutError:
+        return "loading"
+    except urllib.error.URLError as error:
+        return "loading" if isinstance(error.reason, TimeoutError) else "away"
+    except (OSError, ValueError):
+        return "away"

@@ -1,0 +1,292 @@
+"""inference.urls: runs on engines that somebody else has started, as a user starts both."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from runs import UNEVALUATED, environment, finish, rows, run, start, wait_for, wait_for_step
+
+from launch.slurm import refuse_loopback_engines
+from prl.config import compose
+from prl.config.errors import ConfigError, UserError
+from prl.planning import make_plan
+from prl.planning.render import render_plan
+from prl.runtime import external
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.external import LEASE, check_engines
+
+VARIABLE, KEY = "PRL_TEST_CONTROL", "0123456789abcdef"
+ELSEWHERE = ["inference.urls=[http://10.1.2.3:8000]", f"inference.control_key_var={VARIABLE}"]
+ONE_THREAD = ["deployment.device=cpu", "debug.num_threads=1"]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_has_no_processes_and_no_devices_for_them() -> None:
+    plan = make_plan(compose([*ELSEWHERE, "parallelism=fsdp"]))
+    assert plan.roles_of("inference") == ()
+    assert {role.role for role in plan.roles} == {"orchestrator", "trainer", "env"}
+    trainers = plan.roles_of("trainer")
+    assert [role.devices for role in trainers] == [(index,) for index in range(len(trainers))]
+    assert "http://10.1.2.3:8000: they run already" in render_plan(plan)
+
+
+def test_a_job_on_a_cluster_does_not_take_engines_on_loopback() -> None:
+    class Point:
+        def __init__(self, url: str) -> None:
+            self.plan = make_plan(compose([f"inference.urls=[{url}]", ELSEWHERE[1]]))
+
+    refuse_loopback_engines([Point("http://10.1.2.3:8000")])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="does not reach http://localhost:1"):
+        refuse_loopback_engines([Point("http://localhost:1")])  # type: ignore[list-item]
+
+
+# --- who is asked -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def answering(routes: dict[str, tuple[int, object]]):
+    """A server of somebody's: path -> status and JSON; 404 for all others. Yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = routes.get(self.path, (404, {"detail": "Not Found"}))
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(url: str, *overrides: str, run_id: str = "mine") -> list[str]:
+    """What a run that begins says of it. Raises UserError."""
+    said: list[str] = []
+    config = compose([f"inference.urls=[{url}]", ELSEWHERE[1], *overrides])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, KEY)
+        check_engines(config, run_id, said.append, lambda: False)
+    return said
+
+
+def facts(*overrides: str, **changes: object) -> dict[str, object]:
+    return external.model_facts(compose(list(overrides), "inference")) | {"lease": None} | changes
+
+
+def test_an_engine_that_fits_is_taken() -> None:
+    with answering({LEASE: (200, facts())}) as url:
+        assert ask(url) == []
+
+
+@pytest.mark.parametrize(
+    ("routes", "what", "remedy"),
+    [
+        ({"/v1/models": (200, {"data": []})}, "evaluation and distillation only", "python -m prl.inference"),
+        (
+            {"/v1/models": (401, {})},
+            "evaluation and distillation only",
+            f"prl.inference inference=vllm inference.control_key_var={VARIABLE} inference.port=",
+        ),
+        ({}, "is no inference engine", "address of an engine"),
+        ({LEASE: (200, {"hello": 1})}, "is no inference engine", "address of an engine"),
+        ({"/workers": (200, [])}, "is a router", "engines behind it"),
+        ({LEASE: (401, {})}, "does not take the control key", f"inference.control_key_var={VARIABLE}"),
+        ({LEASE: (200, facts("model=tiny_qwen3"))}, "another model", "same model="),
+        ({LEASE: (200, facts("inference.max_model_len=128"))}, "takes 128 tokens", "inference.max_model_len=128"),
+        ({LEASE: (200, facts(dtype="bfloat16"))}, "dtype=bfloat16", "inference.dtype=bfloat16"),
+        ({LEASE: (200, facts(engine="vllm"))}, "engine=vllm", "inference=vllm"),
+    ],
+)
+def test_who_cannot_serve_a_run_is_refused_by_name(routes, what, remedy) -> None:
+    with answering(routes) as url, pytest.raises(UserError, match=what) as refused:
+        ask(url)
+    assert url in refused.value.what
+    assert remedy in refused.value.fix
+
+
+def test_nobody_at_all_is_told_with_the_urls() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(UserError, match="No engine answers") as refused:
+            ask(url)
+    assert url in refused.value.what
+
+
+def test_an_unset_key_is_told(monkeypatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(UserError, match=f"{VARIABLE} is not set"):
+        check_engines(compose(ELSEWHERE), "mine", print, lambda: False)
+
+
+def test_engines_of_a_run_that_lives_are_not_taken_and_of_one_that_died_are_waited_for() -> None:
+    lease = {"run": "other", "host": "h", "renewals": 1, "expires_in_s": 30.0}
+    alive = facts(lease=lease)
+    with answering({LEASE: (200, alive)}) as url:
+        assert ask(url, run_id="other") == []
+        turn = threading.Timer(0.5, lambda: lease.update(renewals=2))
+        turn.start()
+        with pytest.raises(UserError, match="held by another run: other on h"):
+            ask(url)
+        turn = threading.Timer(0.5, lambda: alive.update(lease=None))
+        turn.start()
+        assert "waiting whether that is alive" in ask(url)[0]
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """`python -m prl.inference`, on a port that it keeps over restarts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.env = environment() | {VARIABLE: KEY}
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self.count += 1
+        out = self.folder / f"engine-{self.count}"
+        args = [f"inference.port={self.port}", ELSEWHERE[1], f"cache_dir={self.folder / 'cache'}", *ONE_THREAD]
+        self.process = start([*args, f"output_dir={out}"], self.folder, "prl.inference", self.env)
+        wait_for(self.process, lambda: read_status(out).get("state") == "running", "server", 200)
+
+    def kill(self) -> None:
+        """All of it, at once, as a machine that fails."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+            wait_until(lambda: not self.listens(), "end of the server")
+
+    def listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def get(self, route: str) -> dict:
+        request = urllib.request.Request(self.url + route, headers={"Authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
+
+    def arguments(self, out: Path, *more: str) -> list[str]:
+        small = [*UNEVALUATED, f"cache_dir={self.folder / 'cache'}", *ONE_THREAD]
+        return [f"inference.urls=[{self.url}]", ELSEWHERE[1], *small, f"output_dir={out}", *more]
+
+
+def wait_until(condition, what: str, timeout_s: float = 200) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} after {timeout_s} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def only_server(tmp_path_factory):
+    made = Server(tmp_path_factory.mktemp("engine"))
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+@pytest.fixture
+def server(only_server):
+    """One of all tests, up again after those that kill it."""
+    if not only_server.listens():
+        only_server.start()
+    return only_server
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_a_server_that_runs_already(server, tmp_path) -> None:
+    """Every step samples from the weights of the step before, to rounding; two runs do not share an engine, and the
+    next one gets it as it is after the first.
+    """
+    out, other = tmp_path / "a", tmp_path / "b"
+    first = start(server.arguments(out, "algo=sync", "max_steps=1000"), tmp_path, env=server.env)
+    try:
+        wait_for_step(first, out, 1)
+        refused = run(server.arguments(other, "max_steps=2"), tmp_path, env=server.env)
+        wait_for_step(first, out, 3)
+        first.send_signal(signal.SIGTERM)
+        stopped = finish(first)
+    finally:
+        first.kill()
+    assert refused.code == 2, refused.output
+    assert "is held by another run" in refused.output
+    assert not other.exists()
+    assert stopped.code == 143, stopped.output
+    kl = [row["mismatch_kl_mean"] for row in rows(out, "trainer.0") if "mismatch_kl_mean" in row]
+    assert len(kl) >= 3
+    assert max(kl) < 1e-9
+    assert server.get(LEASE)["lease"] is None
+    assert server.get("/is_paused") == {"is_paused": False}
+    done = run(server.arguments(other, "max_steps=2"), tmp_path, env=server.env)
+    assert done.code == 0, done.output
+    first_step = next(row for row in rows(other, "trainer.0") if "mismatch_kl_mean" in row)
+    assert first_step["mismatch_kl_mean"] < 1e-9
+    assert server.get("/weight_info") == {"weight_version": "2"}
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_started_again_is_taken_back_in(server, tmp_path) -> None:
+    """Nothing is sampled from what it has before it has the run's weights; a run that is killed leaves it unpaused."""
+    out = tmp_path / "run"
+    training = start(server.arguments(out, "max_steps=1000", "weight_transport=tcp"), tmp_path, env=server.env)
+    try:
+        wait_for_step(training, out, 2)
+        server.kill()
+        server.start()
+        reached = max(row["step"] for row in rows(out, "trainer.0"))
+        wait_for_step(training, out, reached + 4)
+        training.send_signal(signal.SIGTERM)
+        stopped = finish(training)
+    finally:
+        training.kill()
+    assert stopped.code == 143, stopped.output
+    steps = [row for row in rows(out, "trainer.0") if "mismatch_kl_mean" in row]
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    assert max(row["staleness_max"] for row in rows(out, "orchestrator") if "staleness_max" in row) <= 2
+    assert max(row["engine_restarts"] for row in rows(out, "orchestrator") if "engine_restarts" in row) == 1
+    assert server.get(LEASE)["lease"] is None
+    assert server.get("/is_paused") == {"is_paused": False}
+
+
+@pytest.mark.slow
+def test_a_run_without_engines_ends_after_a_time_and_names_them(server, tmp_path) -> None:
+    out = tmp_path / "run"
+    more = ["max_steps=1000", "deployment.start_timeout_s=8"]
+    training = start(server.arguments(out, *more), tmp_path, env=server.env)
+    try:
+        wait_for_step(training, out, 1)
+        server.kill()
+        ended = finish(training)
+    finally:
+        training.kill()
+    assert ended.code == 2, ended.output
+    assert "No engine has answered for 8 s" in ended.output
+    assert server.url in ended.output
