@@ -108,7 +108,13 @@ def _optim(optim: OptimConfig, group: str) -> Iterator[Idle]:
 
 def _rl(config: RunConfig) -> Iterator[Idle]:
     if config.job == "sft":
-        yield Idle(("debug.keep_rollouts",), "job=sft", "there are no rollouts")
+        keys = (
+            "debug.keep_rollouts",
+            "logging.rollouts.groups",
+            "logging.rollouts.held_out",
+            "logging.rollouts.max_mib",
+        )
+        yield Idle(keys, "job=sft", "there are no rollouts")
     yield from _random_weights(config)
     if has_engines(config) and config.deployment.type != "colocated":
         where = f"deployment.type={config.deployment.type}"
