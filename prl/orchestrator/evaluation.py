@@ -49,9 +49,12 @@ async def evaluate(
     """Metrics of the policy that the engines serve now.
 
     eval/reward is the mean over all samples of all environments; eval/<env>/avg@k, pass@k; the number of failed
-    rollouts, which count as neither, and eval/outcome/*, of all; `look` is shown all rollouts. What fails for want of an engine or an environment's
+    rollouts, which count as neither, and eval/outcome/*, of all. What fails for want of an engine or an environment's
     process says nothing of the policy, and is done again. Raises what ends a run, and EngineError where nothing else
     came of all; then leaves none running.
+
+    Args:
+        look: is shown what came of all samples.
     """
     drawn = config.sampling(sampling)
     samples = [

@@ -51,19 +51,19 @@ class KeptRollouts:
         self.config, self.renderer, self.seed = config, renderer, seed
         self.is_full = False
         self.known: set[int] = set()  # tokens whose text is on disk
-        self.rollouts, self.tokens = (
-            self._open(run_dir, resume_step) if config.groups or config.held_out else (None,) * 2
-        )
+        self.rollouts: files.SegmentedLog | None = None
+        self.tokens: files.SegmentedLog | None = None
+        if config.groups or config.held_out:
+            self._open(run_dir, resume_step)
 
-    def _open(self, run_dir: Path, resume_step: int) -> tuple[files.SegmentedLog | None, files.SegmentedLog | None]:
+    def _open(self, run_dir: Path, resume_step: int) -> None:
         max_bytes = int((self.config.max_mib << 20) * ROLLOUTS_SHARE)
         try:
-            rollouts = files.SegmentedLog(run_dir, files.ROLLOUTS, max_bytes, resume_step)
             # never divided: what a token is called is said once
-            return rollouts, files.SegmentedLog(run_dir, files.TOKENS, 1 << 60, resume_step)
+            self.tokens = files.SegmentedLog(run_dir, files.TOKENS, 1 << 60, resume_step)
+            self.rollouts = files.SegmentedLog(run_dir, files.ROLLOUTS, max_bytes, resume_step)
         except OSError as error:
             self._complain(error)
-            return None, None
 
     def choose(self, step: StepGroups) -> Kept:
         """Of the groups that a step trains: that of the highest reward, that of the lowest, and others at random."""
@@ -79,7 +79,7 @@ class KeptRollouts:
         return kept
 
     def choose_held_out(self, version: int, ended: Ended) -> Kept:
-        """Of an evaluation: the first tasks of each environment, which are the same ones each time and in all points."""
+        """Of an evaluation: the first tasks of each environment, the same ones each time and in all points."""
         kept = Kept(version, "held_out")
         if self.rollouts is None:
             return kept

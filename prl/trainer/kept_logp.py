@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from prl.metrics import rollouts as files
+from prl.metrics.writer import plain_value
 from prl.runtime.process.child import ChildContext
+from prl.trainer.losses import mismatch_kl
 from prl.trainer.policy import TokenStats
 from prl.trainer.world import World
 from prl.transport.batch import MicroBatch
@@ -22,7 +26,7 @@ class KeptLogp:
 
     def __init__(self, ctx: ChildContext, world: World) -> None:
         config = ctx.plan.config.logging.rollouts
-        self.kept: list[tuple[str, Tensor]] = []
+        self.kept: list[tuple[str, Tensor, np.ndarray]] = []  # name, trainer's and engine's
         self.log: files.SegmentedLog | None = None
         max_bytes = int((config.max_mib << 20) * SHARE / world.data_ranks)
         if config.groups and world.is_first_of_context:
@@ -40,17 +44,24 @@ class KeptLogp:
         for begin, end in zip(ends - micro.doc_lens, ends, strict=True):
             name = files.document_name(micro.input_ids[begin:end])
             if name in wanted:
-                first, count = np.count_nonzero(micro.loss_mask[:begin]), np.count_nonzero(micro.loss_mask[begin:end])
-                self.kept.append((name, stats.logp.detach()[first : first + count]))
+                mask = micro.loss_mask[begin:end]
+                first, count = np.count_nonzero(micro.loss_mask[:begin]), np.count_nonzero(mask)
+                logp = stats.logp.detach()[first : first + count]
+                self.kept.append((name, logp, micro.logp_infer[begin:end][mask]))
 
     def write(self, step: int) -> None:
         """What was noted since the last call. A disk that is full costs the rows, not the run."""
-        rows = [
-            {"step": step, "document": name, "logp": files.pack(v.float().cpu().numpy(), "f")} for name, v in self.kept
-        ]
+        rows = [_row(step, *noted) for noted in self.kept]
         self.kept = []
         if self.log is not None:
             try:
                 self.log.append(step, rows)
             except OSError as error:
                 log.warning("log-probabilities of step %d are not kept: %s", step, error)
+
+
+def _row(step: int, name: str, logp: Tensor, logp_infer: np.ndarray) -> dict[str, Any]:
+    kl = mismatch_kl(logp.cpu(), torch.from_numpy(np.ascontiguousarray(logp_infer)))
+    worst, mean = (float(kl.max()), float(kl.mean())) if len(kl) else (0.0, 0.0)
+    packed = files.pack(logp.float().cpu().numpy(), "f")
+    return plain_value({"step": step, "document": name, "mismatch": mean, "mismatch_max": worst, "logp": packed})

@@ -108,12 +108,8 @@ def _optim(optim: OptimConfig, group: str) -> Iterator[Idle]:
 
 def _rl(config: RunConfig) -> Iterator[Idle]:
     if config.job == "sft":
-        keys = (
-            "debug.keep_rollouts",
-            "logging.rollouts.groups",
-            "logging.rollouts.held_out",
-            "logging.rollouts.max_mib",
-        )
+        kept = tuple(f"logging.rollouts.{key}" for key in ("groups", "held_out", "max_mib"))
+        keys = ("debug.keep_rollouts", *kept)
         yield Idle(keys, "job=sft", "there are no rollouts")
     yield from _random_weights(config)
     if has_engines(config) and config.deployment.type != "colocated":
