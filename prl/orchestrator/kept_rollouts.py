@@ -11,6 +11,7 @@ from typing import Any
 
 from prl.config.schema import RolloutsConfig
 from prl.metrics import rollouts as files
+from prl.metrics.writer import plain_value
 from prl.models.chat import ChatRenderer
 from prl.orchestrator.evaluation import Ended
 from prl.orchestrator.producer import StepGroups
@@ -94,7 +95,7 @@ class KeptRollouts:
         """In a thread: nobody changes a finished rollout. A disk that is full costs the rows, not the run."""
         if self.rollouts is None or self.tokens is None or not kept.rollouts:
             return
-        rows = [self._row(kept, *chosen) for chosen in kept.rollouts]
+        rows = [plain_value(self._row(kept, *chosen)) for chosen in kept.rollouts]
         samples = [sample for _, rollout, has_tokens in kept.rollouts if has_tokens for sample in rollout.samples]
         new = {token for sample in samples for token in sample.input_ids} - self.known
         try:

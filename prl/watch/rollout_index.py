@@ -33,6 +33,7 @@ class RolloutIndex:
     def clear(self) -> None:
         self.followed: dict[Path, Lines] = {}
         self.entries: list[Entry] = []
+        self.by_id: dict[str, Entry] = {}
         self.trained: dict[tuple[int, str], Entry] = {}  # (step, document) -> what a trainer rank wrote of it
         self.tokens: dict[int, bytes] = {}
 
@@ -77,8 +78,11 @@ class RolloutIndex:
             self._add(known | {"reward": None, "env": str(row.get("env")), "task": str(row.get("task"))}, line, [])
 
     def _add(self, entry: Entry, line: Line, documents: list[Any]) -> None:
-        entry |= {"id": len(self.entries), "mismatch": None, "mismatch_max": None}
-        self.entries.append(entry | {"_place": (line.path, line.offset), "_documents": documents})
+        name = f"{line.path.stem}:{line.offset}"  # stays the same, whatever comes or goes
+        entry |= {"id": name, "mismatch": None, "mismatch_max": None}
+        entry |= {"_place": (line.path, line.offset), "_documents": documents}
+        self.entries.append(entry)
+        self.by_id[name] = entry
 
     def _take_trained(self, line: Line) -> None:
         row = parse_object(line.data)
@@ -102,11 +106,11 @@ class RolloutIndex:
         choices = {key: sorted({str(e.get(key)) for e in self.entries}) for key in ("split", "env", "outcome")}
         return {"total": len(found), "first": first, "choices": choices, "entries": [_shown(e) for e in chosen]}
 
-    def whole(self, number: int) -> dict[str, Any]:
+    def whole(self, name: str) -> dict[str, Any]:
         """One rollout with messages and tokens. Raises LookupError where it is gone."""
-        if not 0 <= number < len(self.entries):
-            raise LookupError("there is no such rollout")
-        entry = self.entries[number]
+        entry = self.by_id.get(name)
+        if entry is None:
+            raise LookupError("this rollout is not there: given up for newer ones, or its run has begun again")
         row = _read(*entry["_place"])
         samples = [self._sample(entry, sample) for sample in row.get("samples") or [] if isinstance(sample, dict)]
         kept = {key: row.get(key) for key in ("messages", "metrics", "versions", "trace")}

@@ -154,7 +154,7 @@ def rollout(store: Store, query: Query) -> Any:
     found = store.run(query.get("run", ""))
     with found.lock:
         found.rollouts.poll()
-        return found.rollouts.whole(_number(query, "id", -1))
+        return found.rollouts.whole(query.get("id", ""))
 
 
 def tasks(store: Store, query: Query) -> Any:

@@ -152,7 +152,8 @@ class Store:
                 lines = [{"name": label, **_over_seeds(several, role, key)} for label, several in groups.items()]
                 lines = [line for line in lines if line["points"]]
                 if lines:
-                    charts.append({"title": title if key == keys[0][1] else f"{title}: {key}", "lines": lines})
+                    is_first = (role, key) == keys[0]
+                    charts.append({"title": title if is_first else f"{title}: {role} {key}", "lines": lines})
         return {"sweep": sweep, "charts": charts}
 
     def common_tasks(self, one: str, other: str) -> list[dict[str, Any]]:
@@ -174,7 +175,7 @@ class Store:
 
 
 def _over_seeds(runs: list[Run], role: str, key: str) -> dict[str, Any]:
-    """Points (step, mean, half of the interval or None, seeds) at the steps that all but the slowest have reached."""
+    """Points (step, mean, half of the interval or None, seeds): at each step, of the seeds that have reached it."""
     series = [run.series.values.get((role, key), {}) for run in runs]
     steps = thin([(step, None) for step in sorted(set().union(*series))])
     points = []

@@ -63,7 +63,7 @@ const SPAN_COLORS = {
 };
 
 function timelineOf(found) {
-  const width = 900, left = 170, row = 26, height = found.rows.length * row + 24;
+  const width = 900, left = 215, row = 26, height = found.rows.length * row + 24;
   const x = (s) => left + s / found.seconds * (width - left - 10);
   const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, class: "timeline", role: "img" });
   found.rows.forEach((one, index) => {

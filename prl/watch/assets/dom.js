@@ -27,7 +27,8 @@ function figure(value) {
 }
 
 function table(headings, rows) {
-  return el("table", {}, el("thead", {}, el("tr", {}, headings.map((h) => el("th", {}, h)))),
+  return el("table", {}, el("thead", {}, el("tr", {}, headings.map((h, i) =>
+      el("th", { class: rows.some((row) => typeof row[i] === "number") ? "number" : null }, h)))),
     el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell) =>
       el("td", { class: typeof cell === "number" ? "number" : null }, typeof cell === "number" ? figure(cell) : cell))))));
 }

@@ -36,7 +36,7 @@ async function sweepPage(query) {
 async function runPage(query) {
   const [found, step] = await Promise.all([ask("run", { run: query.run }), ask("steps", { run: query.run, step: query.step || "" })]);
   const state = found.state;
-  const facts = [el("p", {}, stateOf(state.state), ` step ${state.step}/${state.max_steps ?? "?"}  `, el("a", { href: link("rollouts", { run: query.run }) }, "rollouts"), "  ", el("a", { href: link("compare", { one: query.run }) }, "side by side with another")),
+  const facts = [el("p", {}, stateOf(state.state), ` step ${state.step}/${state.max_steps ?? "?"}  `, el("a", { href: link("rollouts", { run: query.run }) }, "rollouts"), " · ", el("a", { href: link("compare", { one: query.run }) }, "side by side with another")),
     el("p", { class: "facts" }, Object.entries(state.roles).map(([name, role]) => el("span", {}, name + " ", el("b", {}, role))))];
   if (state.why) facts.push(el("p", { class: "bad" }, state.why), el("pre", {}, (state.log_tail || []).join("\n")));
   if (step.step !== null) {
