@@ -91,7 +91,7 @@ class RolloutIndex:
             self.trained[row["step"], row["document"]] = kept | {"_place": (line.path, line.offset)}
 
     def _join(self, entry: Entry) -> None:
-        found = [self.trained[key] for name in entry["_documents"] if (key := (entry["step"], name)) in self.trained]
+        found = [self.trained[at] for name in entry["_documents"] if (at := (entry["step"], name)) in self.trained]
         for key in ("mismatch", "mismatch_max"):
             values = [row[key] for row in found if isinstance(row[key], int | float)]
             entry[key] = max(values) if values else None
