@@ -23,6 +23,7 @@ COMMANDS = {  # subcommand -> module whose main() it is
     "status": "prl.status",
     "cancel": "prl.cancel",
     "compare": "prl.compare.__main__",
+    "watch": "prl.watch.__main__",
     "doctor": "prl.doctor.__main__",
 }
 USAGE = f"""usage: prl {{{",".join(COMMANDS)}}} [overrides]

@@ -5,6 +5,7 @@ Without scipy, which prl does not need otherwise: the t distribution comes from 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -61,6 +62,7 @@ def two_sided_p(t: float, freedom: float) -> float:
     return incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
 
 
+@functools.cache  # a page of curves asks for few of them, thousands of times
 def t_quantile(probability: float, freedom: float) -> float:
     """The t with P(T < t) = probability, for probability > 0.5, by bisection."""
     low, high = 0.0, 1.0

@@ -300,12 +300,21 @@ class AlarmsConfig(Group):
     weights_unchanged: bool = True  # no weight has changed
 
 
+class RolloutsConfig(Group):
+    """What is kept of rollouts in <run>/rollouts/, with tokens and log-probabilities, for `python -m prl.watch`."""
+
+    groups: NonNegative = 4  # of each step: of the highest reward, of the lowest, others at random; 0: none
+    held_out: NonNegative = 8  # tasks of each environment in each evaluation, the same ones always; 0: none
+    max_mib: Positive = 256  # on disk; beyond, the oldest go, but never those of the first steps
+
+
 class LoggingConfig(Group):
     """Group `logging`."""
 
     level: Literal["debug", "info", "warning"] = "info"
     progress: Literal["auto", "live", "plain", "none"] = "auto"  # auto: live on a terminal, plain lines elsewhere
     local_ranks: tuple[NonNegative, ...] = ()  # processes of each role and node whose logs the console shows too
+    rollouts: RolloutsConfig = RolloutsConfig()
     wandb: WandbConfig = WandbConfig()
     alarms: AlarmsConfig = AlarmsConfig()
 

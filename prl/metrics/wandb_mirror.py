@@ -25,7 +25,7 @@ POLL_S = 0.5
 SUMMARY_INTERVAL_S = 60.0  # between what a run has cost so far; the last word comes at its end
 NICENESS = 10
 SENT = "sent.json"  # in <run>/wandb/: metrics file -> newest step that an attempt of this run has sent
-NOT_CHARTED = ("time", "role")
+NOT_CHARTED = ("time", "role", "generating_spans")
 
 
 def mirror(plan: RunPlan, run_dir: Path, run_id: str, resume_step: int, stopped: Callable[[], bool]) -> None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prl.models.tokenizer import byte_characters
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BYTE_OF = {char: byte for byte, char in enumerate(byte_characters())}
 TOOL_CALL = "<tool_call>"  # how Qwen's and Hermes' models open one
 Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}
 
@@ -49,6 +52,14 @@ class ChatRenderer:
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, in UTF-8; of a byte-level vocabulary that may be half a character."""
+        piece = self.tokenizer.convert_ids_to_tokens(token_id)
+        text = self.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in text and isinstance(piece, str) and all(char in BYTE_OF for char in piece):
+            return bytes(BYTE_OF[char] for char in piece)
+        return text.encode()
 
     def extend(
         self,

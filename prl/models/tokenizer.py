@@ -37,7 +37,7 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable stand-in for each byte value, as the byte-level pre-tokenizer of GPT-2 maps them."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     extra = iter(range(256, 512))
@@ -49,7 +49,7 @@ def save_byte_tokenizer(path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {char: byte for byte, char in enumerate(_byte_characters())}
+    vocab = {char: byte for byte, char in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

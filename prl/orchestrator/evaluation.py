@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from prl.orchestrator.rollout import FailedRollout, Rollout
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.tasks import TaskChoice
 
+Ended = dict[tuple[str, int], list[Rollout | FailedRollout]]  # (env, task) -> its samples
 MAX_TRIES = 3  # of a sample that falls to the infrastructure
 
 
@@ -37,7 +39,12 @@ def choose_tasks(count: int, wanted: int) -> list[int]:
 
 
 async def evaluate(
-    runner: RolloutRunner, config: EvalConfig, sampling: SamplingConfig, counts: dict[str, int], version: int
+    runner: RolloutRunner,
+    config: EvalConfig,
+    sampling: SamplingConfig,
+    counts: dict[str, int],
+    version: int,
+    look: Callable[[Ended], None] = lambda ended: None,
 ) -> dict[str, Any]:
     """Metrics of the policy that the engines serve now.
 
@@ -45,6 +52,9 @@ async def evaluate(
     rollouts, which count as neither, and eval/outcome/*, of all. What fails for want of an engine or an environment's
     process says nothing of the policy, and is done again. Raises what ends a run, and EngineError where nothing else
     came of all; then leaves none running.
+
+    Args:
+        look: is shown what came of all samples.
     """
     drawn = config.sampling(sampling)
     samples = [
@@ -64,9 +74,10 @@ async def evaluate(
                 job.cancel()
     if results and all(_is_missing(result) for result in results.values()):
         raise EngineError(f"the evaluation of version {version} has no rollout: {next(iter(results.values()))}")
-    ended: dict[tuple[str, int], list[Rollout | FailedRollout]] = {}
+    ended: Ended = {}
     for choice, name in samples:
         ended.setdefault((choice.env, choice.index), []).append(results[name])
+    look(ended)
     row: dict[str, Any] = {}
     everything: list[float] = []
     for env in sorted(counts):

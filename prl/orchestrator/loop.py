@@ -21,9 +21,10 @@ from prl.orchestrator.checkpointing import Checkpointing
 from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient
-from prl.orchestrator.evaluation import evaluate
+from prl.orchestrator.evaluation import Ended, evaluate
 from prl.orchestrator.external import ExternalEngines
 from prl.orchestrator.failure_log import FailureLog
+from prl.orchestrator.kept_rollouts import Kept, KeptRollouts
 from prl.orchestrator.lockstep import Lockstep
 from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.restarts import follow_restarts
@@ -98,6 +99,7 @@ class Orchestrator:
             weights = {name: source.weight for name, source in config.env.mix.items()}
             sampler = TaskSampler(counts, weights, config.seed)
             self.producer = Producer(config, self.runner, sampler, taking_turns=self.colocated)
+            self.kept = KeptRollouts(ctx.run_dir, config.logging.rollouts, renderer, config.seed, ctx.resume_step)
             self._restore()
             self.prepared.set()
             async with self.delivered:
@@ -227,6 +229,7 @@ class Orchestrator:
                 "publish_again": False,
                 "checkpoint": bool(interval) and step % interval == 0,
                 "groups": [group.index for group in groups.groups],
+                "kept_documents": (kept := self.kept.choose(groups)).documents,
             }
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
             if self.colocated:
@@ -247,6 +250,7 @@ class Orchestrator:
             self._log_step(groups, batches, waited_s, since_last_s)
             if self.rollout_log is not None:
                 self.rollout_log.write(groups)
+            await asyncio.to_thread(self.kept.write, kept)
 
     def _due(self, version: int) -> bool:
         interval = self.config.eval.interval
@@ -259,11 +263,17 @@ class Orchestrator:
         await self.producer.hold(True)
         counts = {name: env.counts["held_out"] for name, env in self.envs.items()}
         started = time.perf_counter()
-        row = await evaluate(self.runner, self.config.eval, self.config.inference.sampling, counts, version)
+        kept: list[Kept] = []
+
+        def look(ended: Ended) -> None:
+            kept.append(self.kept.choose_held_out(version, ended))
+
+        row = await evaluate(self.runner, self.config.eval, self.config.inference.sampling, counts, version, look)
         seconds, served = time.perf_counter() - started, self.runner.version
         self.ctx.metrics.log(step=version, policy_version=served, eval_s=seconds, **row)
         self.ctx.metrics.flush()  # or end here, to be evaluated by the run that resumes
         self.evaluated.add(version)
+        await asyncio.to_thread(self.kept.write, kept[0])
         if self.runner.lockstep:  # what is cached now must not depend on whether there was an evaluation (resume)
             await self.engines.everywhere("/reset_prefix_cache")
         await self.producer.hold(False)
@@ -470,6 +480,7 @@ class Orchestrator:
             "rollouts_inflight": self.runner.stats.clock.in_flight,
             "wait_for_rollouts_s": waited_s,
             "since_last_step_s": since_last_s,
+            "generating_spans": self.runner.stats.clock.new_spans(),
             "tokens_per_s": groups.completion_tokens / since_last_s,
         }
         row |= groups.outcome_counts(several=len(self.envs) > 1)

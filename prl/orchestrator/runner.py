@@ -25,6 +25,7 @@ from prl.orchestrator.tasks import TaskChoice, request_seed
 from prl.planning.vllm_arguments import kept_parameters
 
 MAX_FAILURES_IN_A_ROW = 200
+MAX_SPANS = 50  # of a step
 MAX_TRIES = 2  # of a rollout whose environment's process goes away: one that kills it does so again
 NO_VERSION = -(10**9)  # before the trainer's first weights: too old for any step, so nothing starts
 
@@ -44,6 +45,8 @@ class BusyClock:
         self.in_flight = 0
         self.total_s = 0.0
         self.since = 0.0
+        self.spans: list[tuple[float, float]] = []  # of it, not told yet
+        self.told = 0.0  # until when they were
 
     def enter(self) -> None:
         if self.in_flight == 0:
@@ -53,10 +56,19 @@ class BusyClock:
     def leave(self) -> None:
         self.in_flight -= 1
         if self.in_flight == 0:
-            self.total_s += time.perf_counter() - self.since
+            now = time.perf_counter()
+            self.total_s += now - self.since
+            self.spans = [*self.spans[1 - MAX_SPANS :], (max(self.since, self.told), now)]
 
     def seconds(self) -> float:
         return self.total_s + (time.perf_counter() - self.since if self.in_flight else 0.0)
+
+    def new_spans(self) -> list[list[float]]:
+        """[begin, end] in unix seconds of each stretch of it since the last call, for the timeline of a step."""
+        now = time.perf_counter()
+        spans = [*self.spans, *([(max(self.since, self.told), now)] if self.in_flight else [])]
+        self.spans, self.told, offset = [], now, time.time() - now
+        return [[round(begin + offset, 4), round(end + offset, 4)] for begin, end in spans]
 
 
 @dataclass

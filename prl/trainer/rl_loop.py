@@ -19,6 +19,7 @@ from prl.runtime.process.child import ChildContext
 from prl.trainer.batches import BatchClient
 from prl.trainer.export import export_policy
 from prl.trainer.guard import StepGuard
+from prl.trainer.kept_logp import KeptLogp
 from prl.trainer.policy import Policy, device_memory_bytes, make_room, peak_memory_bytes, seed_everything
 from prl.trainer.publishing import publisher_of, wire_dtype
 from prl.trainer.rl_step import backward_rl, loss_denominator, wait_for
@@ -50,6 +51,7 @@ class RLTrainer:
         self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took)
         self.guard = StepGuard(self.config.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
         self.publisher, self.wire_dtype = publisher_of(ctx, world), wire_dtype(ctx.plan)
+        self.kept = KeptLogp(ctx, world)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
@@ -96,6 +98,7 @@ class RLTrainer:
         parts: list[torch.Tensor] = []
         kls: list[torch.Tensor] = []
         flops = 0.0
+        wanted = set(batch.meta.get("kept_documents", ()))
         for micro in batch.micro_batches:
             self.ctx.beat()
             stats = self.policy.forward(micro, self.config.inference.sampling.temperature)
@@ -103,12 +106,14 @@ class RLTrainer:
             parts.append(part)
             kls.append(kl)
             flops += self.policy.flops(micro)
+            self.kept.note(wanted, micro, stats)
         wait_for(self.world.device)
         forward_backward_s = time.perf_counter() - started
         sums = sum_over_data(torch.stack(parts).sum(0).cpu(), self.world)
         loss, entropy, mismatch, ratio, masked, tokens = sums.tolist()
         done = self.policy.optimizer_step(batch.step, loss)
         mine = torch.cat(kls).cpu().numpy() if self.world.is_first_of_context else np.empty(0)
+        self.kept.write(batch.step)
         tail = largest_over_world(mine, tokens=int(tokens))
         padded = self.config.seq_len * len(batch.micro_batches) * self.world.data_ranks
         useful = sum(m.num_tokens for m in batch.micro_batches)

@@ -111,7 +111,9 @@ def _optim(optim: OptimConfig, group: str) -> Iterator[Idle]:
 
 def _rl(config: RunConfig) -> Iterator[Idle]:
     if config.job == "sft":
-        yield Idle(("debug.keep_rollouts",), "job=sft", "there are no rollouts")
+        kept = tuple(f"logging.rollouts.{key}" for key in ("groups", "held_out", "max_mib"))
+        keys = ("debug.keep_rollouts", *kept)
+        yield Idle(keys, "job=sft", "there are no rollouts")
     yield from _random_weights(config)
     if samples(config) and config.deployment.type != "colocated":
         where = f"deployment.type={config.deployment.type}"

@@ -1,0 +1,1 @@
+"""`python -m prl.watch`: runs, sweeps and rollouts as a live page."""

@@ -1,0 +1,185 @@
+"""What lies below a directory: its runs, their states, and an index of each that grows with its files."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prl.compare.columns import SEED
+from prl.compare.points import SWEEP_FILE, find_runs
+from prl.compare.stats import half_width, mean
+from prl.config.errors import UserError
+from prl.runtime.directory.files import read_object
+from prl.runtime.directory.status_file import read_status, status_path
+from prl.status import ALONE, IDLE, last_rows, true_state, waiting_points
+from prl.watch.rollout_index import RolloutIndex
+from prl.watch.series import CHARTS, Series, thin
+
+LOOK_S = 2.0  # between two looks for new runs
+QUEUE_S = 10.0  # between two questions to SLURM
+
+
+@dataclass
+class Run:
+    """One point. `lock` is held while its indices are read or grow."""
+
+    name: str
+    path: Path
+    series: Series = field(init=False)
+    rollouts: RolloutIndex = field(init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    plan: dict[str, Any] = field(default_factory=dict)  # of plan.json, which never changes; empty until it is there
+
+    def __post_init__(self) -> None:
+        self.series, self.rollouts = Series(self.path), RolloutIndex(self.path)
+
+    def config(self) -> dict[str, Any]:
+        if not self.plan:
+            found = read_object(self.path / "plan.json") or {}
+            config = found.get("config") or {}
+            kept = {key: config.get(key) for key in ("job", "swept", "max_steps", "seed")}
+            self.plan = {**kept, "point_id": found.get("point_id")} if found else {}
+        return self.plan
+
+    def state(self, waiting: dict[str, str]) -> dict[str, Any]:
+        """What `prl.status` says of it."""
+        config, status = self.config(), read_status(self.path)
+        state = true_state(self.path, status) if status_path(self.path).exists() else "not started"
+        if state in (*IDLE, "not started"):
+            state = waiting.get(Path(self.name).name, waiting.get(ALONE, state))
+        failure = status.get("failure") or {}
+        newest = last_rows(self.path)
+        keys = ("reward", "eval/reward", "loss", "val_loss", "tokens_per_s", "staleness_mean", "mismatch_kl_mean")
+        return {
+            "name": self.name,
+            "sweep": str(Path(self.name).parent),
+            "state": state,
+            "why": f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else "",
+            "log_tail": failure.get("log_tail", []),
+            "roles": {name: role.get("state") for name, role in (status.get("roles") or {}).items()},
+            "step": status.get("step", 0),
+            "max_steps": config.get("max_steps"),
+            "attempt": status.get("attempt"),
+            "updated": status.get("updated"),
+            "swept": config.get("swept") or {},
+            "job": config.get("job"),
+            "figures": {key: newest[key] for key in keys if isinstance(newest.get(key), int | float)},
+        }
+
+
+class Store:
+    """All runs below `root`, by their path below it; "." is a root that is a run itself."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.runs: dict[str, Run] = {}
+        self.lock = threading.Lock()
+        self.looked_s = -LOOK_S
+        self.waiting: dict[str, tuple[float, dict[str, str]]] = {}  # sweep -> (when asked, point -> state)
+
+    def look(self) -> None:
+        """Find runs that were not there before, and forget those that are gone."""
+        with self.lock:
+            if time.monotonic() - self.looked_s < LOOK_S:
+                return
+            alone = (self.root / "plan.json").exists()
+            with contextlib.suppress(OSError):  # a directory that went away while it was read: the next look
+                paths = [self.root] if alone else find_runs(self.root)
+                names = {"." if path == self.root else path.relative_to(self.root).as_posix(): path for path in paths}
+                self.runs = {name: self.runs.get(name) or Run(name, path) for name, path in names.items()}
+            self.looked_s = time.monotonic()
+
+    def run(self, name: str) -> Run:
+        """Raises LookupError for one that is not there."""
+        self.look()
+        if name not in self.runs:
+            raise LookupError(f"there is no run {name[:200]!r} here")
+        return self.runs[name]
+
+    def warm(self) -> None:
+        """Read what is on disk once, so that no view has to wait for it."""
+        self.look()
+        for run in list(self.runs.values()):
+            with run.lock:
+                run.series.poll()
+                run.rollouts.poll()
+
+    # --- views --------------------------------------------------------------------------------------------------------
+
+    def overview(self) -> dict[str, Any]:
+        """Every run with its state and cause; points of a sweep that have not begun are among them."""
+        self.look()
+        runs = list(self.runs.values())
+        waiting = {name: self._waiting(name) for name in sorted({str(Path(run.name).parent) for run in runs})}
+        rows = [run.state(waiting[str(Path(run.name).parent)]) for run in runs]
+        known = {row["name"] for row in rows}
+        for sweep, points in waiting.items():
+            for point, state in points.items():
+                name = (Path(sweep) / point).as_posix()
+                if name not in known and point != ALONE:
+                    rows.append({"name": name, "sweep": sweep, "state": state, "why": "", "figures": {}, "swept": {}})
+        return {"root": str(self.root), "runs": sorted(rows, key=lambda row: row["name"])}
+
+    def _waiting(self, sweep: str) -> dict[str, str]:
+        directory = self.root / sweep
+        if not (directory / SWEEP_FILE).exists():
+            return {}
+        asked_s, found = self.waiting.get(sweep, (-QUEUE_S, {}))
+        if time.monotonic() - asked_s > QUEUE_S:
+            with contextlib.suppress(UserError):  # a record that is damaged: its runs are there none the less
+                found = waiting_points(directory)
+            self.waiting[sweep] = time.monotonic(), found
+        return found
+
+    def sweep_charts(self, sweep: str) -> dict[str, Any]:
+        """Mean curves of points that differ in their seed alone, with Student's 95 % interval over seeds."""
+        self.look()
+        runs = [run for run in list(self.runs.values()) if str(Path(run.name).parent) == sweep]
+        groups: dict[str, list[Run]] = {}
+        for run in runs:
+            with run.lock:
+                run.series.poll()
+            swept = run.config().get("swept") or {}
+            label = " ".join(f"{key}={value}" for key, value in swept.items() if key != SEED) or "all seeds"
+            groups.setdefault(label, []).append(run)
+        charts = []
+        for title, keys in CHARTS.items():
+            for role, key in keys:
+                lines = [{"name": label, **_over_seeds(several, role, key)} for label, several in groups.items()]
+                lines = [line for line in lines if line["points"]]
+                if lines:
+                    is_first = (role, key) == keys[0]
+                    charts.append({"title": title if is_first else f"{title}: {role} {key}", "lines": lines})
+        return {"sweep": sweep, "charts": charts}
+
+    def common_tasks(self, one: str, other: str) -> list[dict[str, Any]]:
+        """Held-out tasks that both points kept, each with the newest rollouts of both."""
+        newest = [self._held_out(self.run(name)) for name in (one, other)]
+        common = sorted(newest[0].keys() & newest[1].keys())
+        return [{"env": env, "task": task, "rollouts": [n[env, task] for n in newest]} for env, task in common]
+
+    def _held_out(self, run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:
+        """(env, task) -> step, id and reward of each of its rollouts, the newest first."""
+        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        with run.lock:
+            run.rollouts.poll()
+            for entry in sorted(run.rollouts.entries, key=lambda e: -e["step"] if isinstance(e["step"], int) else 0):
+                if entry["split"] == "held_out" and entry["why"] != "failed":
+                    told = {key: entry[key] for key in ("id", "step", "reward")}
+                    found.setdefault((str(entry["env"]), str(entry["task"])), []).append(told)
+        return found
+
+
+def _over_seeds(runs: list[Run], role: str, key: str) -> dict[str, Any]:
+    """Points (step, mean, half of the interval or None, seeds): at each step, of the seeds that have reached it."""
+    series = [run.series.values.get((role, key), {}) for run in runs]
+    steps = thin([(step, None) for step in sorted(set().union(*series))])
+    points = []
+    for step, _ in steps:
+        values = [values[step] for values in series if step in values]
+        points.append((step, mean(values), half_width(values), len(values)))
+    return {"points": points}

@@ -1,0 +1,256 @@
+"""The page's server: who may ask, what it answers, and that it follows files that grow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, CookieJar
+from watch_directory import make_run
+
+from prl.config.errors import UserError
+from prl.metrics.rollouts import ROLLOUTS, segments
+from prl.watch import series
+from prl.watch.__main__ import listen, open_store
+from prl.watch.server import VIEWS, serve
+from prl.watch.store import Store
+from prl.watch.timeline import timeline
+
+TOKEN = "a-token-of-this-test"
+ASSETS = Path(series.__file__).parent / "assets"
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("watch")
+    for lr in ("0.1", "0.2"):
+        for seed in ("1", "2"):
+            make_run(root / "sweeps/s" / f"lr-{lr}-seed-{seed}", {"optim.lr": lr, "seed": seed})
+    make_run(root / "sweeps/s/failed", {"optim.lr": "9", "seed": "1"}, state="failed")
+    points = [{"dir": path.name, "swept": {}} for path in sorted((root / "sweeps/s").iterdir())]
+    points.append({"dir": "never", "swept": {}})
+    (root / "sweeps/s/sweep.json").write_text(json.dumps({"points": points, "jobs": {}, "submissions": []}))
+    return root
+
+
+def asked(root: Path, ask: Callable[[ClientSession, str], Awaitable[Any]]) -> Any:
+    """What a client finds at a server of this directory, that has its own port and ends with it."""
+
+    async def go() -> Any:
+        with listen("127.0.0.1", 0) as listen_socket:
+            runner = await serve(Store(root), TOKEN, listen_socket)
+            try:
+                async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as session:
+                    return await ask(session, f"http://127.0.0.1:{listen_socket.getsockname()[1]}")
+            finally:
+                await runner.cleanup()
+
+    return asyncio.run(go())
+
+
+def view(root: Path, name: str, **query: Any) -> Any:
+    """The JSON of one view, for one who has the link."""
+
+    async def ask(session: ClientSession, url: str) -> Any:
+        async with session.get(f"{url}/?token={TOKEN}") as page:
+            assert page.status == 200
+        async with session.get(f"{url}/api/{name}", params=query) as answer:
+            return answer.status, await answer.json()
+
+    return asked(root, ask)
+
+
+def test_nothing_is_told_without_the_token(sweep: Path) -> None:
+    async def ask(session: ClientSession, url: str) -> list[int]:
+        paths = ["/", "/?token=", "/?token=wrong", "/assets/watch.js", "/api/overview", f"/api/overview?token={TOKEN}"]
+        found = []
+        for path in paths:
+            async with session.get(url + path, headers={"Cookie": "prl_watch=x"}) as answer:
+                found.append(answer.status)
+                assert "sweeps" not in await answer.text()
+        return found
+
+    assert asked(sweep, ask) == [401] * 6
+
+
+def test_the_link_s_token_moves_into_a_cookie_and_every_answer_forbids_foreign_scripts(sweep: Path) -> None:
+    async def ask(session: ClientSession, url: str) -> None:
+        async with session.get(f"{url}/?token={TOKEN}", allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["Location"]) == (303, "/")
+            assert "HttpOnly" in answer.headers["Set-Cookie"]
+            assert "SameSite=Strict" in answer.headers["Set-Cookie"]
+        for path in ("/", "/assets/watch.js", "/api/overview", "/api/nothing", "/assets/nothing.js"):
+            async with session.get(url + path) as answer:
+                assert (answer.status == 200) == ("nothing" not in path)
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+        for path in ("/assets/..%2Fserver.py", "/assets/%2e%2e/server.py", "/assets/style.css%00"):
+            async with session.get(url + path) as answer:
+                assert answer.status in (400, 404)
+
+    asked(sweep, ask)
+
+
+def test_states_and_causes_by_point(sweep: Path) -> None:
+    _, found = view(sweep, "overview")
+    states = {Path(run["name"]).name: (run["state"], run["why"]) for run in found["runs"]}
+    assert states["lr-0.1-seed-1"] == ("done", "")
+    assert states["failed"] == ("failed", "oom: trainer/0: <b>out</b> of memory")
+    assert states["never"] == ("missing", "")
+
+
+def test_seeds_are_one_curve_with_an_interval(sweep: Path) -> None:
+    _, found = view(sweep, "sweep", sweep="sweeps/s")
+    reward = next(chart for chart in found["charts"] if chart["title"] == "reward")
+    (line,) = [line for line in reward["lines"] if line["name"] == "optim.lr=0.1"]
+    step, mean, half, seeds = line["points"][-1]
+    assert (step, seeds) == (6, 2)
+    assert mean == pytest.approx(1.015)
+    assert half == pytest.approx(12.706 * 0.01 / 2, rel=1e-3)  # t(0.975, 1) s/√2, of 1.01 and 1.02
+
+
+def test_a_run_s_curves_and_the_timeline_of_a_step(sweep: Path) -> None:
+    name = "sweeps/s/lr-0.1-seed-1"
+    _, found = view(sweep, "run", run=name)
+    assert {"reward", "loss", "mismatch KL", "entropy", "staleness, steps", "peak memory, bytes"} <= {
+        chart["title"] for chart in found["charts"]
+    }
+    _, step = view(sweep, "steps", run=name, step=3)
+    rows = {row["role"]: row["spans"] for row in step["rows"]}
+    assert rows["trainer/0"][:3] == [
+        [0.0, 0.5, "waits for a batch"],
+        [0.5, 1.5, "forward, backward"],
+        [1.5, 1.7, "optimizer"],
+    ]
+    assert rows["orchestrator"] == [[0.0, 0.5, "waits for rollouts"]]
+    assert rows["engines"] == [[0.0, 1.7, "generates"]]
+
+
+def test_a_timeline_of_nothing() -> None:
+    assert timeline({}, 3)["step"] is None
+
+
+def test_rollouts_are_sorted_filtered_and_paged(sweep: Path) -> None:
+    name = "sweeps/s/lr-0.1-seed-1"
+    for sort in ("reward", "mismatch", "completion_tokens"):
+        _, found = view(sweep, "rollouts", run=name, sort=sort, order="rising", split="train", count=5, first=5)
+        values = [entry[sort] for entry in found["entries"]]
+        assert (found["total"], len(values)) == (16, 5)
+        assert values == sorted(values)
+    _, one = view(sweep, "rollout", run=name, id=found["entries"][0]["id"])
+    assert [message["role"] for message in one["messages"]] == ["user", "assistant"]
+    assert "".join(one["samples"][0]["tokens"]) == "helloolleh"
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "status"),
+    [
+        ("rollouts", {"run": "sweeps/s/failed", "sort": "__class__"}, 400),
+        ("rollouts", {"run": "sweeps/s/failed", "first": "-1"}, 400),
+        ("rollouts", {"run": "../s"}, 404),
+        ("rollout", {"run": "sweeps/s/failed", "id": "../../etc/passwd:0"}, 404),
+        ("run", {}, 404),
+        ("steps", {"run": "sweeps/s/failed", "step": "x"}, 400),
+    ],
+)
+def test_plain_refusals(sweep: Path, name: str, query: dict[str, str], status: int) -> None:
+    found, body = view(sweep, name, **query)
+    assert found == status
+    assert "Traceback" not in body["error"]
+
+
+def test_two_points_on_the_same_held_out_task(sweep: Path) -> None:
+    one, other = "sweeps/s/lr-0.1-seed-1", "sweeps/s/lr-0.2-seed-2"
+    _, found = view(sweep, "tasks", one=one, other=other)
+    task = found["tasks"][0]
+    assert task["task"].startswith("held_out/")
+    for name, several in zip((one, other), task["rollouts"], strict=True):
+        _, rollout = view(sweep, "rollout", run=name, id=several[0]["id"])
+        assert rollout["task"] == task["task"]
+
+
+def test_only_what_was_appended_is_read_and_a_resumed_run_is_read_anew(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", {})
+    store = Store(tmp_path)
+    index = store.run("r").rollouts
+    index.poll()
+    (path,) = segments(run, ROLLOUTS)
+    lines = path.read_bytes().splitlines(keepends=True)
+    with path.open("r+b") as file:  # what was read is not looked at again
+        file.write(b"x" * len(lines[0]))
+        file.seek(0, os.SEEK_END)
+        file.write(lines[0][:-5])
+    index.poll()
+    assert len(index.entries) == 32  # a torn line waits for its rest
+    with path.open("ab") as file:
+        file.write(lines[0][-5:])
+    index.poll()
+    assert len(index.entries) == 33
+    path.write_bytes(lines[1])
+    index.poll()
+    assert len(index.entries) == 1
+    read = store.run("r").series
+    read.poll()
+    assert max(read.values["trainer.0", "loss"]) == 6
+    (run / "metrics/trainer.0.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    read.poll()
+    assert read.values["trainer.0", "loss"] == {1: 3.0}
+
+
+@pytest.mark.parametrize("name", ["nothing-there", "empty", "file"])
+def test_a_wrong_directory_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="there is no"):
+        open_store(tmp_path / name)
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot be listened at"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_the_command_prints_a_link_that_opens(sweep: Path) -> None:
+    command = [sys.executable, "-m", "prl.watch", str(sweep), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+        try:
+            assert process.stdout is not None
+            link = process.stdout.readline().strip()
+
+            async def ask() -> str:
+                async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as session, session.get(link) as page:
+                    return await page.text()
+
+            assert "/assets/watch.js" in asyncio.run(ask())
+            process.send_signal(signal.SIGINT)
+            assert process.wait(200) == 0
+        finally:
+            process.kill()
+
+
+def test_no_markup_is_ever_made_of_text() -> None:
+    for path in ASSETS.glob("*.js"):
+        for forbidden in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "http://",
+            "https://",
+        ):
+            text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+            assert forbidden not in text, f"{path.name} has {forbidden}"
+
+
+def test_every_view_has_a_test() -> None:
+    assert set(VIEWS) == {"overview", "sweep", "run", "steps", "rollouts", "rollout", "tasks"}
