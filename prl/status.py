@@ -165,7 +165,9 @@ def _row(directory: Path, run: Path) -> tuple[str, ...]:
     if not status:
         return (name, UNREADABLE, *[""] * (len(HEADER) - 3), f"{status_path(run)} holds no status")
     failure = status["failure"]
-    why = f"{failure['class']}: {failure['role']}: {failure['message']}"[:WHY_WIDTH] if failure else ""
+    why = f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else ""
+    alarms = ", ".join(alarm["kind"] for alarm in status["alarms"])
+    why = (why or (f"alarms: {alarms}" if alarms else ""))[:WHY_WIDTH]
     step = f"{status['step']}/{status['max_steps']}"
     state = true_state(run, status)
     last = last_rows(run)

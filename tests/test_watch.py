@@ -106,6 +106,8 @@ def test_states_and_causes_by_point(sweep: Path) -> None:
     assert states["lr-0.1-seed-1"] == ("done", "")
     assert states["failed"] == ("failed", "oom: trainer/0: <b>out</b> of memory")
     assert states["never"] == ("missing", "")
+    alarms = {Path(run["name"]).name: [alarm["kind"] for alarm in run.get("alarms", [])] for run in found["runs"]}
+    assert (alarms["failed"], alarms["lr-0.1-seed-1"]) == (["truncated"], [])
 
 
 def test_seeds_are_one_curve_with_an_interval(sweep: Path) -> None:

@@ -64,6 +64,7 @@ def make_run(path: Path, swept: dict[str, str], steps: int = 6, state: str = "do
     (path / "plan.json").write_text(json.dumps({"config": config, "point_id": "p", "roles": []}))
     status: dict[str, Any] = {"state": state, "step": steps, "max_steps": steps, "job": "rl", "updated": START_S}
     if state == "failed":
+        status["alarms"] = [{"kind": "truncated", "since": 3, "message": "<i>most</i> of them"}]
         status["failure"] = {"class": "oom", "role": "trainer/0", "message": "<b>out</b> of memory", "log_tail": ["x"]}
     (path / "status.json").write_text(json.dumps(status))
     seed = int(swept.get("seed", 0))

@@ -60,6 +60,7 @@ class Run:
             "state": state,
             "why": f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else "",
             "log_tail": failure.get("log_tail", []),
+            "alarms": status.get("alarms") or [],
             "roles": {name: role.get("state") for name, role in (status.get("roles") or {}).items()},
             "step": status.get("step", 0),
             "max_steps": config.get("max_steps"),

@@ -6,6 +6,12 @@ let drawn = 0, timer = null, before = "";
 
 function stateOf(state) { return el("span", { class: "state " + String(state).replace(/\W/g, "-") }, state); }
 
+// why it failed, or what is wrong with it while it goes on
+function reasons(run) {
+  const alarms = (run.alarms || []).map((alarm) => alarm.kind);
+  return run.why || (alarms.length ? `alarms: ${alarms.join(", ")}` : "");
+}
+
 function runRows(runs) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.swept || {})))];
   const headings = ["run", "state", ...keys, "step", "reward", "held-out", "loss", "tokens/s", "staleness", "mismatch", "why"];
@@ -13,7 +19,7 @@ function runRows(runs) {
     run.state === "missing" || run.state === "queued" ? run.name : el("a", { href: link("run", { run: run.name }) }, run.name),
     stateOf(run.state), ...keys.map((key) => (run.swept || {})[key] ?? ""), run.max_steps ? `${run.step}/${run.max_steps}` : "",
     ...["reward", "eval/reward", "loss", "tokens_per_s", "staleness_mean", "mismatch_kl_mean"].map((key) => run.figures[key] ?? ""),
-    el("span", { class: "why", title: run.why }, run.why)]));
+    el("span", { class: "why", title: reasons(run) }, reasons(run))]));
 }
 
 async function overviewPage() {
@@ -38,6 +44,7 @@ async function runPage(query) {
   const state = found.state;
   const facts = [el("p", {}, stateOf(state.state), ` step ${state.step}/${state.max_steps ?? "?"}  `, el("a", { href: link("rollouts", { run: query.run }) }, "rollouts"), " · ", el("a", { href: link("compare", { one: query.run }) }, "side by side with another")),
     el("p", { class: "facts" }, Object.entries(state.roles).map(([name, role]) => el("span", {}, name + " ", el("b", {}, role))))];
+  for (const alarm of state.alarms || []) facts.push(el("p", { class: "bad" }, `alarm ${alarm.kind} since step ${alarm.since}: ${alarm.message}`));
   if (state.why) facts.push(el("p", { class: "bad" }, state.why), el("pre", {}, (state.log_tail || []).join("\n")));
   if (step.step !== null) {
     const go = (to) => link("run", { run: query.run, step: to });
