@@ -27,7 +27,7 @@ from launch.slurm_queue import is_configured
 from launch.submitit_keys import refuse_contradictions
 from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
 from prl.config.errors import ConfigError, PointFailedError, UserError
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.directory.files import locked
 from prl.runtime.directory.rundir import make_unique, refuse_foreign
 from prl.runtime.people.for_people import API_KEY

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prl.config.errors import ConfigError, UserError
-from prl.planning.run_plan import RunPlan, make_plan
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.files import change_object, damaged, is_held, read_object_or_default, replace_file
 from prl.runtime.directory.rundir import claim, is_locked, refuse_foreign
 from prl.runtime.directory.status_file import read_status

@@ -24,7 +24,8 @@ from prl.inference import server
 from prl.inference.engine import TorchEngine
 from prl.inference.guard import CLIENT_ROUTES
 from prl.inference.sequences import Sequence
-from prl.planning.run_plan import RolePlan, RunPlan, make_plan
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import RolePlan, RunPlan
 from prl.runtime.process.keys import RunKeys
 
 TOKEN, CONTROL = "run-token", "control-token"

@@ -13,7 +13,8 @@ from runs import run
 
 from prl.config import compose
 from prl.config.errors import UserError
-from prl.planning.run_plan import make_plan, plan_to_json
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import plan_to_json
 from prl.runtime import agent
 from prl.runtime.agent import conclude, read_attempts
 from prl.runtime.directory.identity import describe_process

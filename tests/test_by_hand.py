@@ -16,7 +16,8 @@ from terminals import LIMIT_S, Terminals, terminals
 
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
-from prl.planning.run_plan import RunPlan, make_plan
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import RunPlan
 from prl.runtime import by_hand
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import read_status

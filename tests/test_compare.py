@@ -22,7 +22,7 @@ from prl.compare.table import render_text
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.metrics.writer import MetricsWriter
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import StatusFile
 

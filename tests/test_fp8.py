@@ -16,16 +16,8 @@ from prl.models.fp8 import (
     fp8_linears,
     fp8_linears_backward,
 )
-from prl.models.fp8_cast import (
-    BLOCK,
-    cast,
-    cast_blocks,
-    cast_columns,
-    cast_rows,
-    join_blocks,
-    restore_blocks,
-    restore_rows,
-)
+from prl.models.fp8_cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks, restore_blocks, restore_rows
+from prl.models.fp8_format import BLOCK
 from prl.models.fp8_groups import group_rows
 from prl.models.moe import Experts
 

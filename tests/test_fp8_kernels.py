@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from prl.models import fp8_experts
-from prl.models.fp8_cast import Scaled, cast, cast_blocks, join_blocks, restore_rows
+from prl.models.fp8_cast import cast, cast_blocks, join_blocks, restore_rows
+from prl.models.fp8_format import Scaled
 from prl.models.fp8_gemm import multiply_group_columns
 from prl.models.fp8_groups import group_rows
 

@@ -16,7 +16,7 @@ from runtime_tree import Start, start, wait_for
 
 from prl.config import compose
 from prl.config.errors import UserError
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.directory import rundir
 from prl.runtime.directory.identity import describe_process, find_process, signal_process
 from prl.runtime.directory.rundir import claim

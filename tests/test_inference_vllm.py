@@ -14,7 +14,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm import launch, versions
 from prl.inference.vllm.causes import first_error
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.planning.vllm_arguments import kv_cache_bytes, server_arguments, to_argv
 
 ROOT = Path(__file__).parent.parent

@@ -23,7 +23,8 @@ from prl.config import compose
 from prl.config.composer import Composer
 from prl.config.errors import ConfigError, UserError
 from prl.config.sweep import expand, resolve_points
-from prl.planning.run_plan import make_plan, plan_to_json
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import plan_to_json
 from prl.runtime.agent import may_go_on, read_attempts
 from prl.runtime.process.python_path import python_path
 

@@ -19,7 +19,8 @@ from prl.models.attention import packed_attention
 from prl.models.checkpoint import load_model
 from prl.models.lora import is_adapter
 from prl.planning import warm_start_key, warm_start_plan
-from prl.planning.run_plan import MeshPlan, make_plan
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import MeshPlan
 from prl.trainer.export import base_name, export_policy
 from prl.trainer.parallelize import build_model
 from prl.trainer.policy import Policy

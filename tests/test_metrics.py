@@ -18,7 +18,7 @@ from prl.metrics.mfu import active_params, packed_flops, utilisation
 from prl.metrics.reader import Tail, read_rows, truncate_rows
 from prl.metrics.wandb_mirror import Feed, chart, choose_mode, run_settings
 from prl.metrics.writer import MetricsWriter, metrics_path
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 
 
 def test_rows_come_back_as_written(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from runtime_tree import TESTS, Root, Start, make_config, start, wait_for
 
 from prl.metrics.reader import read_rows
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.directory.checkpoints import steps
 from prl.runtime.directory.rundir import claim
 from prl.runtime.nodes.door import knock

@@ -13,7 +13,7 @@ from prl.config import compose
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engines import NoWeights
 from prl.orchestrator.loop import Orchestrator
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.process.restarts import why_final
 from prl.transport.batch import TrainBatch
 

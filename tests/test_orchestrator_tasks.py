@@ -20,7 +20,7 @@ from prl.orchestrator.evaluation import choose_tasks, evaluate, pass_at_k
 from prl.orchestrator.loop import Orchestrator
 from prl.orchestrator.rollout import FailedRollout, Rollout, Sample
 from prl.orchestrator.tasks import TaskSampler, request_seed
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 
 COUNTS, WEIGHTS = {"b": 7, "a": 30}, {"a": 3.0, "b": 1.0}
 

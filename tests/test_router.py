@@ -17,7 +17,7 @@ from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.inference.router import vllm_router
 from prl.inference.router.server import takes_vllm_router
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.process.ports import lease_ports
 from prl.runtime.process.restarts import why_final
 

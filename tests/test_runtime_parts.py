@@ -16,7 +16,8 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.inference.isolation import BrokenWeights
 from prl.metrics.writer import MetricsWriter
-from prl.planning.run_plan import RunPlan, make_plan, plan_from_json
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.directory.rundir import claim
 from prl.runtime.people.view import RunView, clock
 from prl.runtime.process import environment

@@ -20,7 +20,7 @@ from runtime_tree import Root, Start, mount_small_disk, read_bytes, start, wait_
 
 from prl.config import compose
 from prl.metrics.reader import read_rows
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.directory.checkpoints import steps
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.process.environment import ALLOCATORS, child_environment

@@ -17,7 +17,7 @@ from launch.waiting import outcome, wait_for
 from prl.config import compose
 from prl.config.errors import PointFailedError, UserError
 from prl.config.sweep import corners, expand
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 
 # Two rounds of two points; a round's winner is a point of the next, and it names one point twice.
 SWEEPER = """\

@@ -17,7 +17,7 @@ from prl.bench.environment import describe_environment
 from prl.bench.report import print_report
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 from prl.runtime.directory.files import replace_file
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import StatusFile, read_status

@@ -95,7 +95,7 @@ def split_rows(history: Any) -> dict[str, list[Row]]:
 def _count_devices(config: dict[str, Any]) -> int | None:
     """Devices of trainer and engines, planned anew from the config; None if this version cannot read it."""
     from prl.config.schema import RunConfig
-    from prl.planning.run_plan import make_plan
+    from prl.planning.planner import make_plan
 
     try:
         roles = make_plan(RunConfig.model_validate(config)).roles

@@ -20,9 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.composing import compose, compose_yaml, run_choices
 from prl.config.errors import ConfigError
-from prl.config.hydra_setup import OPEN_NODES
 from prl.config.locate import config_groups
-from prl.config.overrides import parse
+from prl.config.overrides import OPEN_NODES, parse
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig

@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import SWEEP_GROUP, in_hydras_terms, register
+from prl.config.hydra_setup import in_hydras_terms, register
 from prl.config.locate import added_groups, conf_dir, config_groups
-from prl.config.overrides import choices_of, contradictions, diagnose, parse
+from prl.config.overrides import SWEEP_GROUP, choices_of, contradictions, diagnose, parse
 from prl.config.search_path import directories
 
 if TYPE_CHECKING:

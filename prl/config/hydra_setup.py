@@ -23,15 +23,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from prl.config.locate import config_groups, sweep_files
+from prl.config.overrides import OPEN_NODES, SWEEP_GROUP, swept_keys
 
 SWEEP_OPTION = "+sweep="
-SWEEP_GROUP = "sweep_file"
-# take keys that conf/ does not list; Hydra alone would ask for a +
-OPEN_NODES = (
-    "env.args.",
-    "hydra.launcher.additional_parameters",
-    *(f"inference.{group}{node}." for group in ("", "pd.prefill.", "pd.decode.") for node in ("vllm", "env")),
-)
 
 
 def register() -> None:
@@ -79,7 +73,6 @@ def _read_sweeps(files: tuple[Path, ...]) -> dict[str, DictConfig]:
 
 def name_sweep(config_name: str, lines: list[str]) -> None:
     """Name this process's sweep after what it sweeps, for ${sweep_id:}: the same command finds its points again."""
-    from prl.config.overrides import swept_keys
     from prl.config.point import short_hash
 
     keys = "-".join(key.rsplit(".", 1)[-1].lstrip("+") for key in swept_keys(lines))

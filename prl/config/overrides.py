@@ -13,8 +13,15 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from prl.config.errors import UserError
-from prl.config.hydra_setup import OPEN_NODES, SWEEP_GROUP
 from prl.config.locate import added_groups, config_groups, sweep_files
+
+SWEEP_GROUP = "sweep_file"
+# take keys that conf/ does not list; Hydra alone would ask for a +
+OPEN_NODES = (
+    "env.args.",
+    "hydra.launcher.additional_parameters",
+    *(f"inference.{group}{node}." for group in ("", "pd.prefill.", "pd.decode.") for node in ("vllm", "env")),
+)
 
 
 def parse(lines: Iterable[str]) -> list[Override]:

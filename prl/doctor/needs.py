@@ -22,7 +22,7 @@ from prl.config.packages import (
 )
 from prl.config.schema import RunConfig, SlurmConfig
 from prl.config.world import has_engines, has_trainers
-from prl.planning.run_plan import make_plan
+from prl.planning.planner import make_plan
 
 HUB = ("env:", "/", "./", "../", "~")  # what names of data sets do not begin with
 

@@ -9,22 +9,12 @@ costs precision in its own block only. On CUDA tensors whose sizes are multiples
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128
-E4M3_MAX = 448.0
-SMALLEST = 1e-30  # largest magnitude that a block is taken to have at least: a block of zeros needs a scale, too
-
-
-class Scaled(NamedTuple):
-    """values in e4m3 and the float32 scales that they were divided by."""
-
-    values: Tensor
-    scales: Tensor
+from prl.models.fp8_format import BLOCK, E4M3_MAX, SMALLEST, Scaled
 
 
 def cast_rows(x: Tensor) -> Scaled:

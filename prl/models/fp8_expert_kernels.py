@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from prl.models.fp8_cast import BLOCK, Scaled
+from prl.models.fp8_format import BLOCK, Scaled
 from prl.models.fp8_groups import GroupedRows
 from prl.models.fp8_kernels import QUARTER, TILE, Buffers, _store_columns, _store_rows
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from prl.models.expert_dispatch import LocalDispatch, collect, sort_by_expert, spread
-from prl.models.fp8_cast import Scaled, cast, cast_blocks, cast_columns, cast_rows, has_kernel
+from prl.models.fp8_cast import cast, cast_blocks, cast_columns, cast_rows, has_kernel
+from prl.models.fp8_format import Scaled
 from prl.models.fp8_gemm import Backend, multiply_group_columns, multiply_groups
 from prl.models.fp8_groups import GroupedRows, group_rows
 from prl.models.moe import Experts, local_part

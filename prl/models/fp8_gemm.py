@@ -17,7 +17,8 @@ from torch import Tensor
 
 from prl.config.errors import UserError
 from prl.config.packages import DEEP_GEMM
-from prl.models.fp8_cast import BLOCK, Scaled, restore_blocks, restore_rows
+from prl.models.fp8_cast import restore_blocks, restore_rows
+from prl.models.fp8_format import BLOCK, Scaled
 from prl.models.fp8_groups import GroupedRows
 
 Backend = Literal["deep_gemm", "emulated"]

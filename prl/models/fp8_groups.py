@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prl.models.fp8_cast import BLOCK
+from prl.models.fp8_format import BLOCK
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prl.models.fp8_cast import BLOCK, E4M3_MAX, SMALLEST, Scaled
+from prl.models.fp8_format import BLOCK, E4M3_MAX, SMALLEST, Scaled
 
 LARGEST: tl.constexpr = tl.constexpr(E4M3_MAX)
 LEAST: tl.constexpr = tl.constexpr(SMALLEST)

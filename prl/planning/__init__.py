@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from prl.config.point import point_id, warm_start_key
-from prl.planning.run_plan import (
-    MeshPlan,
-    RolePlan,
-    RunPlan,
-    make_plan,
-    plan_from_json,
-    plan_to_json,
-    warm_start_plan,
-)
+from prl.planning.planner import make_plan, warm_start_plan
+from prl.planning.run_plan import MeshPlan, RolePlan, RunPlan, plan_from_json, plan_to_json
 
 __all__ = [
     "MeshPlan",

@@ -17,7 +17,8 @@ import yaml
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.planning.run_plan import RunPlan, make_plan, plan_to_json
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import RunPlan, plan_to_json
 
 LONGEST_LABEL = 63  # DNS-1123
 LARGEST_CONFIG_MAP = 1 << 20  # bytes

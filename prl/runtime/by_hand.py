@@ -70,7 +70,7 @@ def under_torchrun(torchrun: Torchrun, compose: Callable[[Callable[[RunConfig], 
 
 def lead_ranks(config: RunConfig, torchrun: Torchrun, key: str) -> int:
     """Rank 0's part: the root of the run. Returns the exit code."""
-    from prl.planning.run_plan import make_plan
+    from prl.planning.planner import make_plan
     from prl.runtime.launch import run
 
     plan = make_plan(config)

@@ -15,7 +15,8 @@ from prl.config.console import shield_console
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
-from prl.planning.run_plan import RunPlan, make_plan
+from prl.planning.planner import make_plan
+from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
 from prl.runtime.directory.files import as_user_error
 from prl.runtime.directory.hours import Hours

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prl.planning.run_plan import RunPlan, plan_to_json, warm_start_plan
+from prl.planning.planner import warm_start_plan
+from prl.planning.run_plan import RunPlan, plan_to_json
 from prl.runtime.directory.claims import Claim
 from prl.runtime.directory.files import replace_file
 from prl.runtime.directory.phases import SHARED, START, WARM_START
