@@ -29,7 +29,7 @@ SMALL = [
 ]
 UNEVALUATED = [*(arg for arg in SMALL if not arg.startswith("eval.")), "eval=none"]
 # what may differ between two runs that did the same: times, and what is derived from them or from the machine
-TIMING = {"time", "mfu", "mfu_formula", "peak_memory_bytes", "rollouts_inflight", "overlap"}
+TIMING = {"time", "mfu", "mfu_formula", "peak_memory_bytes", "rollouts_inflight", "overlap", "generating_spans"}
 
 
 @dataclass

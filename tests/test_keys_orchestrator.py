@@ -20,6 +20,7 @@ from prl.orchestrator import loop
 from prl.orchestrator.concurrency import Limiter
 from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.evaluation import evaluate
+from prl.orchestrator.kept_rollouts import Kept
 from prl.orchestrator.loop import Orchestrator
 from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.rollout import Group
@@ -92,6 +93,7 @@ def orchestrator(tmp_path):
     def make(*overrides):
         made = Orchestrator(context_of(tmp_path / "run", "warm_start=none", *overrides, role="orchestrator"))
         made.runner = SimpleNamespace(version=0)
+        made.kept = SimpleNamespace(choose=lambda step: Kept(step.step, "train"), write=lambda kept: None)
         made._log_step = lambda *args: None
         return made
 
