@@ -34,7 +34,11 @@ class StepGuard:
         self.limit, self.run_dir, self.settle = limit, run_dir, settle
         self.in_a_row = 0
         self.checked_step = 0
-        self.sample: Tensor | None = None  # of this rank's weights, after the step before
+        self.sample: Tensor = torch.empty(0)  # of this rank's weights, after the step before
+
+    def begin(self, model: nn.Module) -> None:
+        """Call before the first step of this attempt, with the weights that it begins with."""
+        self.sample = sample_weights(model)
 
     def check(
         self, step: int, row: dict[str, Any], model: nn.Module, groups: list[int], log: Callable[[], None]
@@ -43,8 +47,8 @@ class StepGuard:
 
         Args:
             step: 1-based number of the optimizer step.
-            row: its metrics; gets `step_skipped` (0 or 1) and, if that is 1, `skipped_groups`. From the second step
-                on `weights_changed`: share of a sample of this rank's weights that the step has changed.
+            row: its metrics; gets `step_skipped` (0 or 1), if that is 1 `skipped_groups`, and `weights_changed`: share
+                of a sample of this rank's weights that the step has changed.
             groups: indices of the groups of rollouts that it trained on; empty for SFT.
             log: writes the row. Called if this raises.
 
@@ -52,7 +56,7 @@ class StepGuard:
         """
         self.checked_step = step
         before, self.sample = self.sample, sample_weights(model)
-        if before is not None and before.numel():
+        if before.numel():
             row["weights_changed"] = float((before != self.sample).float().mean())
         held = f", groups {', '.join(map(str, groups))}" if groups else ""
         numbers = f"loss {row['loss']:g}, gradient norm {row['grad_norm']:g}"

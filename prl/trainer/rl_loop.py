@@ -60,6 +60,7 @@ class RLTrainer:
     def run(self) -> None:
         ctx = self.ctx
         self.saving.load(self.policy)
+        self.guard.begin(self.policy.model)
         ctx.ready()
         self.client.wait_for_engines()
         self.publish(ctx.resume_step)

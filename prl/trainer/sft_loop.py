@@ -58,6 +58,7 @@ class SftTrainer:
     def run(self) -> None:
         step = self.ctx.resume_step
         self.saving.load(self.policy)
+        self.guard.begin(self.policy.model)
         rows = self.data.rows(skip=step * self.sft.batch_size)
         self.ctx.ready()
         reached = self.had_reached(step)
