@@ -78,6 +78,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inference.kv_offload.type": ("rl", (*VLLM, *MOONCAKE)),
     "inference.kv_offload.mooncake_config": ("rl", (*VLLM, *MOONCAKE)),
     "inference.sleep_level": ("rl", ("inference=vllm", "deployment=colocated", "deployment.device=cuda")),
+    "inference.control_key_var": ("inference", ()),
     "inference.router.": ("rl", (*VLLM, "inference.router.type=builtin")),
     "inference.router.url": ("rl", ("inference.router.type=url", "inference.router.url=http://h:1")),
 }  # fmt: skip
@@ -98,6 +99,7 @@ OTHERS = {
     "deployment.train_gpu_ids": "[3]",
     "inference.pd.num_prefill_gpus": "1",
     "inference.host": "localhost",
+    "inference.urls": "['http://h:1']",
     "inference.vllm": "{block_size: 32}",
     "inference.pd.prefill.vllm": "{block_size: 32}",
     "inference.pd.decode.vllm": "{block_size: 32}",
@@ -157,5 +159,6 @@ PERMITS = {
 }
 # what has to change together with a key
 COMPANIONS = {
+    "inference.urls": ("inference.control_key_var=KEY",),
     "inference.kv_offload.type": ("inference.kv_offload.mooncake_config=null", "inference.kv_offload.cpu_gib=4"),
 }
