@@ -249,7 +249,10 @@ def _ordered(comparison: Comparison, group: Group) -> list[Point]:
 def _shown_figures(comparison: Comparison) -> dict[str, str]:
     known = dict.fromkeys(name for point in comparison.points for name in point.figures)
     evaluated = {name: name for name in known if "@" in name and not name.endswith((LOW, HIGH))}
-    return evaluated | {name: heading for name, heading in FIGURES.items() if name in known}
+    others = {name: heading for name, heading in FIGURES.items() if name in known}
+    if evaluated:
+        others.pop("in_steps", None)  # there are none
+    return evaluated | others
 
 
 def _interval(point: Point, name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from prl.config.schema import RunConfig
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.evaluation import Ended, TaskScore, evaluate, task_scores
@@ -112,7 +113,7 @@ class Evaluator:
         ended = found[0]
         kept = keeper.choose_held_out(step, ended)
         await asyncio.to_thread(keeper.write, kept)
-        result: dict[str, Any] = {"policy": source, "step": step, "reward": row["eval/reward"]}
+        result: dict[str, Any] = {"policy": source or named_policy(config), "step": step, "reward": row["eval/reward"]}
         result["failed_rollouts"] = row["eval/failed_rollouts"]
         result["environments"] = {env: summarise(task_scores(ended, env, config.eval), config.eval.k) for env in counts}
         for env, told in result["environments"].items():
@@ -138,3 +139,10 @@ def summarise(scores: list[TaskScore], k: int) -> dict[str, Any]:
         "figures": figures,
         "by_task": {task.task: task.rewards for task in scores},
     }
+
+
+def named_policy(config: RunConfig) -> dict[str, Any]:
+    """Of a policy that comes from no run: where it is served, or lies; its name alone for random weights."""
+    if config.inference.urls:
+        return {"urls": list(config.inference.urls)}
+    return {"model": config.model.name, "path": config.model.path}

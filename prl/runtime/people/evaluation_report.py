@@ -19,9 +19,7 @@ def print_evaluation(run_dir: Path) -> None:
     result = read_object(run_dir / RESULT)
     if result is None:
         return
-    policy = result["policy"]
-    if policy:
-        print(f"policy      step {policy['step']} of {policy['run']}")
+    print(f"policy      {_named(result['policy'])}")
     rows = [HEADINGS, *_rows(result["environments"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     for row in rows:
@@ -46,3 +44,11 @@ def _rows(environments: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             between = f"{interval[0]:.4f} to {interval[1]:.4f}" if interval else "of one task there is none"
             yield (*head, figure, f"{values['mean']:.4f}", between)
             head = ("", "", "")
+
+
+def _named(policy: dict[str, Any]) -> str:
+    if "run" in policy:
+        return f"step {policy['step']} of {policy['run']}"
+    if "urls" in policy:
+        return f"what {', '.join(policy['urls'])} serve{'s' * (len(policy['urls']) == 1)}"
+    return policy["path"] or f"random weights of {policy['model']}"
