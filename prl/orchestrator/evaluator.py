@@ -21,8 +21,8 @@ from prl.orchestrator.kept_rollouts import KeptRollouts
 from prl.orchestrator.neighbours import load_renderer, own_engines
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.served import served_engines
+from prl.runtime.directory.evaluation import RESULT, read_source
 from prl.runtime.directory.files import replace_file
-from prl.runtime.policy_source import RESULT, read_source
 from prl.runtime.process.child import ChildContext
 
 BEAT_S = 0.2

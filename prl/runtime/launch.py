@@ -25,7 +25,7 @@ from prl.runtime.external import check_engines
 from prl.runtime.nodes.remote import Nodes, has_no_agents
 from prl.runtime.nodes.seats import Seat
 from prl.runtime.people.progress import Progress
-from prl.runtime.policy_source import drop_converted, prepare_policy
+from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
 from prl.runtime.process.failures import Failure

@@ -17,8 +17,9 @@ from prl.models.checkpoint import copy_tokenizer, hf_tensors, load_checkpoint, r
 from prl.models.lora import apply_lora
 from prl.models.qwen3 import Qwen3Model
 from prl.runtime.directory.checkpoints import TRAINER, step_dir
+from prl.runtime.directory.evaluation import CONVERTED, read_source
 from prl.runtime.directory.files import PARTIAL
-from prl.runtime.policy_source import CONVERTED, read_run, read_source, start_of
+from prl.runtime.policy_source import read_run, start_of
 from prl.runtime.process.child import ChildContext
 from prl.trainer.checkpoint import frozen_names
 from prl.trainer.parallelize import build_meta, compute_dtype

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from prl.runtime.directory.evaluation import RESULT
 from prl.runtime.directory.files import read_object
-from prl.runtime.policy_source import RESULT
 
 HEADINGS = ("environment", "tasks", "samples", "", "mean", "95 % interval")
 WIDTH = 118
