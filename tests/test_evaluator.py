@@ -18,7 +18,6 @@ from prl.config import ConfigError, compose
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.metrics.writer import MetricsWriter
-from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.intervals import bootstrap, interval_over_tasks, wilson
 from prl.orchestrator.served import ServedEngines
 from prl.planning.run_plan import make_plan
@@ -193,21 +192,30 @@ class Letters:
 class StockServer:
     """OpenAI's routes and nothing else."""
 
-    def __init__(self, key=None, length=None, text="ab", reason="stop"):
+    def __init__(self, key=None, length=None, text="ab", reason="stop", forbids=False, owner="me"):
         self.key, self.length, self.text, self.reason, self.bodies = key, length, text, reason, []
+        self.owner = owner
+        self.forbids = forbids  # a route that is there, as in vLLM
 
     async def models(self, request):
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "no"}, status=401)
-        return web.json_response({"data": [{"id": "stock", "max_model_len": self.length}]})
+        return web.json_response({"data": [{"id": "stock", "owned_by": self.owner, "max_model_len": self.length}]})
 
     async def complete(self, request):
         self.bodies.append(await request.json())
-        return web.json_response({"choices": [{"text": self.text, "finish_reason": self.reason}]})
+        told = {"token_ids": [5, 6]} if self.bodies[-1].get("return_token_ids") else {}
+        return web.json_response({"choices": [{"text": self.text, "finish_reason": self.reason, **told}]})
+
+    async def forbid(self, request):
+        is_good = (await request.json()).get("token_ids")
+        return web.json_response({"error": "--enable-scale-out"}, status=403 if is_good else 422)
 
     @contextlib.asynccontextmanager
     async def serving(self):
         app = web.Application()
+        if self.forbids:
+            app.router.add_post("/inference/v1/generate", self.forbid)
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.complete)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -241,15 +249,18 @@ def test_a_stock_server_is_asked_with_tokens_and_its_text_is_taken():
     assert server.bodies == [
         {"model": "stock", "prompt": [7, 8], "max_tokens": 5, "temperature": 0.5, "top_p": 1.0, "seed": 11}
     ]
+    assert ask(StockServer(forbids=True)).token_ids == reply.token_ids
     assert ask(StockServer(reason="length")).token_ids == [ord("a"), ord("b")]
     ask(server, SamplingConfig(top_k=3, min_p=0.1))
     assert (server.bodies[-1]["top_k"], server.bodies[-1]["min_p"]) == (3, 0.1)
 
 
-def test_a_stock_server_that_says_nothing_is_no_reply():
+def test_a_stock_server_that_says_nothing_has_replied():
     assert ask(StockServer(text="")).token_ids == [0]
-    with pytest.raises(EngineError, match="without text"):
-        ask(StockServer(text="", reason="length"))
+    assert ask(StockServer(text="", reason="length")).token_ids == [0], "scored as nothing, and not left out"
+    vllm = StockServer(text="", reason="length", owner="vllm")
+    assert ask(vllm).token_ids == [5, 6], "tokens that are no text"
+    assert vllm.bodies[0]["return_token_ids"] is True
 
 
 def test_a_served_model_gets_its_key_from_a_variable_and_says_how_long_it_is(monkeypatch):
@@ -265,7 +276,7 @@ def test_a_server_that_is_away_is_named():
     async def look():
         pool = ServedEngines(InferenceConfig(urls=("http://127.0.0.1:9",)), Letters())
         try:
-            await pool.wait_healthy(0.1)
+            await pool.wait_healthy(60)
         finally:
             await pool.close()
 

@@ -14,7 +14,6 @@ import aiohttp
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.chat import ChatRenderer
-from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engines import CLIENT_ROUTES, GENERATE, EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.runtime.process.keys import RunKeys
@@ -32,6 +31,7 @@ class ServedEngines(EnginePool):
         if config.api_key_var is None:
             del self.session.headers["Authorization"]
         self.renderer = renderer
+        self.telling: set[int] = set()  # of these, those that can say which tokens they have drawn
         self.names: dict[int, str] = {}  # of replicas that are asked by COMPLETIONS: what they call their model
 
     async def wait_healthy(self, timeout_s: float) -> None:
@@ -40,25 +40,23 @@ class ServedEngines(EnginePool):
         for index, url in enumerate(self.urls):
             while (models := await self._models(url)) is None:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise UserError(
-                        f"{url} does not answer.",
-                        where=f"inference.urls, deployment.start_timeout_s={timeout_s:g}",
-                        why=f"{MODELS} gave no answer for {timeout_s:g} s",
-                        fix="start the server (python -m prl.inference, vllm serve, ...), or correct its address",
-                    )
+                    raise _away(url, f"{MODELS} gave no answer for deployment.start_timeout_s={timeout_s:g}")
                 await asyncio.sleep(LOOK_S)
             self._check_length(url, models[0])
             if not await self._generates(url):
                 self.names[index] = str(models[0].get("id"))
+                self.telling |= {index} if models[0].get("owned_by") == "vllm" else set()
 
     async def _models(self, url: str) -> list[dict[str, Any]] | None:
-        """What it serves; None while there is no answer."""
+        """What it serves; None while it loads. Raises UserError where nobody listens, or nobody who serves us."""
         try:
             async with self.session.get(url + MODELS, timeout=ANSWER) as response:
                 status, text = response.status, await response.text(errors="replace")
                 if status == 200:
                     models = (await response.json(content_type=None))["data"]
                     return [dict(model) for model in models] if models else None
+        except aiohttp.ClientConnectorError as error:
+            raise _away(url, str(error)) from error
         except (aiohttp.ClientConnectionError, TimeoutError):
             return None
         except (LookupError, TypeError, ValueError):
@@ -87,10 +85,13 @@ class ServedEngines(EnginePool):
             )
 
     async def _generates(self, url: str) -> bool:
-        """Whether it knows our route: an empty request is refused where it does, and not found where it does not."""
+        """Whether it answers on our route. A stock vLLM 0.32 has it, and refuses every good request (403) unless it was
+        started with --enable-scale-out.
+        """
+        body = {"token_ids": self.renderer.encode("a"), "sampling_params": {"max_tokens": 1}}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self.session.post(url + GENERATE, json={}, timeout=ANSWER) as response:
-                return response.status not in (404, 405)
+            async with self.session.post(url + GENERATE, json=body) as response:
+                return response.status not in (403, 404, 405)
         return False
 
     async def generate(
@@ -116,6 +117,7 @@ class ServedEngines(EnginePool):
             "top_p": sampling.top_p,
             "seed": seed,
         }
+        body |= {"return_token_ids": True} if index in self.telling else {}
         # beyond OpenAI's own: asked for only where it matters, so that a server without it refuses, and not ignores it
         body |= {"top_k": sampling.top_k} if sampling.top_k else {}
         body |= {"min_p": sampling.min_p} if sampling.min_p else {}
@@ -129,13 +131,21 @@ class ServedEngines(EnginePool):
         finally:
             self.in_flight[index] -= 1
         choice = answer["choices"][0]
-        ids, reason = self.renderer.encode(choice["text"]), choice.get("finish_reason") or "stop"
-        end = self.renderer.tokenizer.eos_token_id
-        if reason == "stop" and isinstance(end, int):  # which is no text
-            ids.append(end)
+        reason, ids = choice.get("finish_reason") or "stop", choice.get("token_ids")
         if not ids:
-            raise EngineError(f"{self.urls[index]}{COMPLETIONS}: an answer without text (finish_reason={reason})")
+            ids, end = self.renderer.encode(choice["text"]), self.renderer.tokenizer.eos_token_id
+            if isinstance(end, int) and (reason == "stop" or not ids):  # no text, or what is none: it is scored so
+                ids.append(end)
         return Generation(ids, [0.0] * len(ids), [0] * len(ids), reason, None)
+
+
+def _away(url: str, why: str) -> UserError:
+    return UserError(
+        f"{url} does not answer.",
+        where="inference.urls",
+        why=why,
+        fix="start the server (python -m prl.inference, vllm serve, ...), or correct its address",
+    )
 
 
 def served_engines(config: InferenceConfig, renderer: ChatRenderer) -> ServedEngines:

@@ -178,6 +178,9 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
         if plan.config.job == "inference":
             print("stopped serving", flush=True)
             return signals.exit_code
+        if plan.config.job == "eval":
+            print(f"stopped; the same command with output_dir={path} begins anew", flush=True)
+            return signals.exit_code
         saved = steps(path)
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
         if saved and saved[-1] < outcome.step:

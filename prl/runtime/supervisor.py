@@ -347,7 +347,7 @@ class Supervisor:
         came_up = all(child.pulse.ready or not child.alive for child in self.children)
         was_running = came_up or self.status.state == "running"  # a child that is being restarted does not undo that
         self.status.update(state="stopping", **self._snapshot())
-        saves = "" if self.plan.config.job == "inference" else ": saving a checkpoint"
+        saves = ": saving a checkpoint" if self.plan.roles_of("trainer") else ""
         self.home.progress.note(f"stopping{saves}; a second signal ends everything at once")
         failure = None
         self._is_time_left()  # who saves decides by it, and must not find it too late
