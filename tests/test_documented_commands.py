@@ -19,6 +19,7 @@ JOBS = {
     "rl": "rl",
     "sft": "sft",
     "bench": "bench",
+    "eval": "eval",
     "inference": "inference",
     "plan": "rl",
     "doctor": "rl",
