@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan, plan_to_json
 from prl.runtime.directory.checkpoints import step_dir
-from prl.runtime.directory.evaluation import CONVERTED, SOURCE
+from prl.runtime.directory.evaluation import CONVERTED, SOURCE, read_source
 from prl.runtime.directory.files import replace_file
 from prl.runtime.directory.status_file import StatusFile
 from prl.runtime.policy_source import find_policy
@@ -33,6 +33,8 @@ def prepare_policy(plan: RunPlan, run_dir: Path, home: Household) -> tuple[str |
     step, path = find_policy(config)
     saved = step_dir(run, step) if path is None and step else path
     source = {"run": str(run), "step": step, "path": None if saved is None else str(saved)}
+    if read_source(run_dir) != source:  # of an attempt that was interrupted, when another step was the last
+        drop_converted(run_dir)
     replace_file(run_dir / SOURCE, json.dumps(source, indent=1) + "\n")
     home.progress.note(f"step {step} of {run}" + (f": {saved}" if saved else ", the model as it is made"))
     converted = run_dir / CONVERTED
