@@ -257,7 +257,7 @@ def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
                 UserError(
                     "This job cannot go to SLURM by itself.",
                     where="hydra/launcher=slurm",
-                    why="only prl.rl, prl.sft, prl.bench and prl.inference can be started from a frozen plan",
+                    why="only prl.rl, prl.sft, prl.eval, prl.bench and prl.inference can be started from a frozen plan",
                     fix="hydra/launcher=local, inside a job of your own (srun, salloc)",
                 )
             ]

@@ -17,6 +17,7 @@ from prl.runtime.directory.status_file import read_status
 OBJECTIVE = {  # job -> role, metric
     "rl": ("orchestrator", "eval/reward"),
     "sft": ("trainer/0", "val_loss"),
+    "eval": ("orchestrator", "eval/reward"),
 }
 POLL_S = 5.0
 SERVER_POLL_S = 2.0

@@ -18,6 +18,7 @@ COMMANDS = {  # subcommand -> module whose main() it is
     "rl": "prl.rl",
     "sft": "prl.sft",
     "inference": "prl.inference.__main__",
+    "eval": "prl.eval",
     "bench": "prl.bench.__main__",
     "plan": "prl.plan",
     "status": "prl.status",

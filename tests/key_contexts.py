@@ -16,6 +16,8 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft.": ("sft", ()),
     "bench.": ("bench", ()),
     "bench.baseline_checkpointing": ("bench", ("bench.target=transformers",)),
+    "eval.run": ("eval", ()),
+    "eval.step": ("eval", ()),
     "deployment.num_train_nodes": ("rl", NODES),
     "deployment.num_infer_nodes": ("rl", NODES),
     "deployment.gpus_per_node": ("rl", NODES),
@@ -153,6 +155,8 @@ REFUSED |= {"choices": "made of the groups chosen", "swept": "made of what a mul
 # of keys that permit something: what a rule says that the job asks for it in vain
 PERMITS = {
     "parallelism.allow_cp_across_nodes": "parallelism.allow_cp_across_nodes=true",
+    "eval.run": "eval.run=",  # of a directory that holds a run; what it does then: test_evaluator.py
+    "eval.step": "eval.step has no effect",  # without one
     "model.card.cp_styles": "its card allows: ring",
     "model.card.ac_targets": "its card allows: norm",
     "model.card.max_position_embeddings": "The model knows 255 positions",

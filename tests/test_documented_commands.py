@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from launch.hydra_plugin import register_plugins
-from prl.config.composing import problems
+from prl.config.composing import compose, problems
 from prl.config.search_path import use_directories
 from prl.config.sweep import corners, expand, makes_a_grid, resolve_points, sweep_lines
+from prl.planning import make_plan, plan_to_json
 
 ROOT = Path(__file__).parents[1]
 JOBS = {
     "rl": "rl",
     "sft": "sft",
     "bench": "bench",
+    "eval": "eval",
     "inference": "inference",
     "plan": "rl",
     "doctor": "rl",
@@ -60,9 +62,20 @@ def my_configs(tmp_path: Path) -> Iterator[Path]:
     use_directories(None, [])
 
 
+@pytest.fixture(scope="module")
+def plan_of_a_run() -> str:
+    return plan_to_json(make_plan(compose([])))
+
+
 @pytest.mark.parametrize("command", CASES)
-def test_a_documented_command_is_taken(command: str, my_configs: Path) -> None:
+def test_a_documented_command_is_taken(
+    command: str, my_configs: Path, plan_of_a_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, *words = CASES[command]
+    if "eval.run=outputs/RUN" in words:
+        (my_configs / "outputs/RUN").mkdir(parents=True)
+        (my_configs / "outputs/RUN/plan.json").write_text(plan_of_a_run)
+        monkeypatch.chdir(my_configs)
     if "--config-dir" in words or any(word.startswith("hydra.searchpath=") for word in words):
         use_directories(str(my_configs), [])
     words = [word for word in words if not word.startswith("hydra.searchpath=")]

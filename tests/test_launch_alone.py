@@ -124,7 +124,7 @@ def test_the_end_of_the_time_is_counted_and_preemption_is_not(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["rl", "sft", "bench"])
+@pytest.mark.parametrize("job", ["rl", "sft", "eval", "bench"])
 def test_a_dry_run_of_one_job_writes_its_script_and_starts_nothing(tmp_path, job):
     # an empty directory is as good as none, and the same command comes again
     (tmp_path / "mine").mkdir()

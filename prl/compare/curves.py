@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,6 +29,7 @@ class Metric:
 HELD_OUT = {
     "rl": Metric("orchestrator", "eval/reward", "held-out reward", True),
     "sft": Metric("trainer.0", "val_loss", "held-out loss", False),
+    "eval": Metric("orchestrator", "eval/reward", "held-out reward", True),
 }
 TRAINING = {
     "rl": Metric("orchestrator", "reward", "training reward", True),
@@ -88,9 +90,8 @@ def make_curves(job: str, rows: dict[str, list[Row]], devices: int | None) -> Cu
         spent,
         _series(rows, HELD_OUT.get(job)),
         _series(rows, TRAINING.get(job)),
-        _figures(
-            [trainer[step] for step in steps], [*_by_step(rows["orchestrator"]).values()], step_s, tokens, devices
-        ),
+        _figures([trainer[step] for step in steps], [*_by_step(rows["orchestrator"]).values()], step_s, tokens, devices)
+        | (evaluated_figures(rows["orchestrator"]) if job == "eval" else {}),
     )
 
 
@@ -153,3 +154,15 @@ def _numbers(rows: list[Row], key: str) -> list[float]:
 
 def _mean(values: list[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def evaluated_figures(rows: list[Row]) -> dict[str, float]:
+    """Of prl.eval: "ENV avg@K" and "ENV pass@K", and behind them LOW and HIGH, the ends of their intervals."""
+    last = next((row for row in reversed(rows) if "eval/reward" in row), {})
+    found = ((re.fullmatch(r"eval/(.+)/((?:avg|pass)@\d+)(_low|_high)?", key), value) for key, value in last.items())
+    return {
+        f"{match[1]} {match[2]}{match[3] or ''}": float(value) for match, value in found if match and is_number(value)
+    }
+
+
+LOW, HIGH = "_low", "_high"

@@ -91,7 +91,7 @@ def compare(title: str, points: list[Point], axis: Axis) -> Comparison:
     if metric is not None and ranked:
         _measure(result, ranked)
     _rank(result)
-    _add_notes(result, len(ranked))
+    _add_notes(result, len(ranked), job)
     return result
 
 
@@ -161,9 +161,16 @@ def _judge(best: Group, others: list[Group]) -> None:
         group.verdict = "indistinguishable" if p > ALPHA else "worse"
 
 
-def _add_notes(result: Comparison, ranked: int) -> None:
+def _add_notes(result: Comparison, ranked: int, job: str) -> None:
     if result.budget is None or result.metric is None:
         result.notes.append("No point has a value to rank by.")
+        return
+    if job == "eval":
+        result.notes.insert(
+            0, f"{result.metric.label} (higher is better): the mean over all samples of each evaluation."
+        )
+        if len(result.groups) > 1 and all(len(group.values) < 2 for group in result.groups):
+            result.notes.append("One evaluation each: their intervals over tasks say how sure each value is by itself.")
         return
     unit, budget = AXES[result.axis], format_budget(result.axis, result.budget)
     better = "higher" if result.metric.higher_is_better else "lower"

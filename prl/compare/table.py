@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.compare.columns import value_of
+from prl.compare.curves import HIGH, LOW
 from prl.compare.hours import attempts_as_json
 from prl.compare.points import Point
 from prl.compare.ranking import Comparison, Group
@@ -34,6 +35,10 @@ ABOUT_FIGURES = (
     "tokens/s: tokens trained on per second of trainer steps, waiting for rollouts included, without the first step; "
     "per GPU: divided by the devices of trainer and engines. wall and GPU hours: time in trainer steps, and that times "
     "devices; start-up, warm start and queue are not in it."
+)
+ABOUT_EVALUATIONS = (
+    "avg@k and pass@k: means over an environment's tasks, behind them the 95 % interval over tasks of one evaluation "
+    "(prl/orchestrator/intervals.py): which tasks were drawn, not which seed trained."
 )
 ABOUT_PAID = (
     "paid GPU hours: from allocation to release (without SLURM from the start of the process to its exit), times the "
@@ -109,7 +114,7 @@ def point_table(comparison: Comparison) -> Table:
                 Cell(point.state, point.state),
                 Cell(f"{point.step}/{point.max_steps}" if point.max_steps else "-", point.step),
                 _number(comparison.values.get(point.name, (0, None))[1]),
-                *(_figure(name, point.figures.get(name), at_least) for name in shown),
+                *(_figure(name, point.figures.get(name), at_least, _interval(point, name)) for name in shown),
                 *([Cell(point.why[:WHY_WIDTH], point.why)] if with_why else []),
             ]
         )
@@ -131,7 +136,10 @@ def footnotes(comparison: Comparison) -> list[str]:
     notes = list(comparison.notes)
     if any(group.half_width is not None for group in comparison.groups):
         notes.append(FOOTNOTE)
-    if _shown_figures(comparison):
+    shown = _shown_figures(comparison)
+    if any("@" in name for name in shown):
+        notes.append(ABOUT_EVALUATIONS)
+    if set(shown) & {"tokens_per_s", "wall_s", "gpu_hours"}:
         notes.append(ABOUT_FIGURES)
     if "paid_gpu_hours" in _shown_figures(comparison):
         notes.append(ABOUT_PAID)
@@ -239,13 +247,25 @@ def _ordered(comparison: Comparison, group: Group) -> list[Point]:
 
 
 def _shown_figures(comparison: Comparison) -> dict[str, str]:
-    known = {name for point in comparison.points for name in point.figures}
-    return {name: heading for name, heading in FIGURES.items() if name in known}
+    known = dict.fromkeys(name for point in comparison.points for name in point.figures)
+    evaluated = {name: name for name in known if "@" in name and not name.endswith((LOW, HIGH))}
+    others = {name: heading for name, heading in FIGURES.items() if name in known}
+    if evaluated:
+        others.pop("in_steps", None)  # there are none
+    return evaluated | others
 
 
-def _figure(name: str, value: float | None, at_least: bool = False) -> Cell:
+def _interval(point: Point, name: str) -> str:
+    """Of what an evaluation says of its tasks; nothing for other figures."""
+    low, high = (point.figures.get(f"{name}{end}") for end in (LOW, HIGH))
+    return "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+
+
+def _figure(name: str, value: float | None, at_least: bool = False, interval: str = "") -> Cell:
     if value is None:
         return Cell("")
+    if "@" in name:
+        return Cell(f"{value:.4f}{interval}", value)
     if name == "paid_gpu_hours":
         return Cell(f"{'≥ ' * at_least}{value:.3g}", value)
     if name == "in_steps":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
 VERSION_BASE = "1.3"
-JOBS = ("rl", "sft", "inference", "bench")
+JOBS = ("rl", "sft", "inference", "bench", "eval")
 
 
 def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:

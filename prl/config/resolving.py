@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from prl.config.errors import ConfigError, UserError
+from prl.config.evaluated import take_model
 from prl.config.keys import as_override, field_of, schema_keys
 from prl.config.overrides import unknown_key
 from prl.config.rules import violations
@@ -47,6 +48,8 @@ def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:
         raise ConfigError(_explain_all(error)) from error
+    if config.job == "eval" and config.eval.run is not None:
+        config = take_model(config)
     found = violations(config)
     if found:
         raise ConfigError(found)

@@ -343,7 +343,7 @@ class DebugConfig(Group):
 class RunConfig(Group):
     """One resolved point: everything that a run needs to know, and nothing that changes while it runs."""
 
-    job: Literal["rl", "sft", "inference", "bench"]
+    job: Literal["rl", "sft", "inference", "bench", "eval"]
     name: str
     seed: Seed = 0
     max_steps: Positive

@@ -19,6 +19,7 @@ from prl.config.schema_fields import (
     Positive,
     Seconds,
     Temperature,
+    Text,
     TopP,
     VariableName,
 )
@@ -146,6 +147,9 @@ class EvalConfig(Group):
     num_tasks: Positive = 64
     k: Positive = 1  # samples per task, for avg@k and pass@k
     pass_threshold: Fraction = 1.0  # a reward of at least this counts as passed
+    # prl.eval: a run directory and the optimizer step whose policy is meant; None: the model as model.path has it
+    run: Text | None = None
+    step: NonNegative | Literal["last"] = "last"  # last: its newest checkpoint
     # how it samples: None: as training does; 0 of top_k is off. Nothing learns from it, so it may truncate as it likes
     temperature: Temperature | None = None
     top_p: TopP | None = None

@@ -40,7 +40,7 @@ def has_trainers(config: RunConfig) -> bool:
 
 def samples(config: RunConfig) -> bool:
     """Whether the job needs inference engines, its own or others."""
-    return config.job in ("rl", "inference") or (
+    return config.job in ("rl", "inference", "eval") or (
         config.bench is not None and config.bench.target in ("inference", "stack")
     )
 

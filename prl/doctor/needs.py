@@ -100,7 +100,7 @@ def _packages(config: RunConfig) -> Iterator[tuple[Package, str]]:
 
 
 def _data_packages(config: RunConfig) -> Iterator[tuple[Package, str]]:
-    ids = {source.id for source in config.env.mix.values()} if config.job == "rl" else set()
+    ids = {source.id for source in config.env.mix.values()} if config.job in ("rl", "eval") else set()
     if "hf_math" in ids:
         yield DATASETS, "env=hf_math"
         yield MATH_VERIFY, "env=hf_math"

@@ -24,7 +24,7 @@ from prl.transport.weights_lora import ADAPTER, LORA, load_steps
 PAUSE = "/pause?mode=keep&clear_cache=false"
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 GENERATE = "/inference/v1/generate"
-CLIENT_ROUTES = (GENERATE, "/load")  # all others want the control key
+CLIENT_ROUTES = (GENERATE, "/v1/completions", "/load")  # all others want the control key
 INIT_TRANSFER = "/init_weight_transfer_engine"
 # routes that may be asked again when an answer is lost: done twice they do what they do once; a completion has its seed
 REPEATABLE = (GENERATE, "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", INIT_TRANSFER)

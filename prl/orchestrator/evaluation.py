@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,32 @@ def _is_missing(result: Rollout | FailedRollout | None) -> bool:
 def choose_tasks(count: int, wanted: int) -> list[int]:
     """The same held-out tasks at every evaluation, and for every seed of the run: points of a sweep stay comparable."""
     return sorted(random.Random(0).sample(range(count), min(wanted, count)))
+
+
+class TaskScore(NamedTuple):
+    """What the finished samples of one task came to."""
+
+    task: int
+    rewards: list[float]
+    lengths: list[int]  # completion tokens
+    passes: float  # estimate of pass@k, of at most as many samples as there are
+
+    @property
+    def average(self) -> float:
+        return float(np.mean(self.rewards))
+
+
+def task_scores(ended: Ended, env: str, config: EvalConfig) -> list[TaskScore]:
+    """Of the tasks of an environment of which any sample has finished, in their order."""
+    scores = []
+    for (name, index), several in ended.items():
+        finished = [result for result in several if isinstance(result, Rollout)]
+        if name == env and finished:
+            rewards = [result.reward for result in finished]
+            passed = sum(reward >= config.pass_threshold for reward in rewards)
+            passes = pass_at_k(len(rewards), passed, min(config.k, len(rewards)))
+            scores.append(TaskScore(index, rewards, [result.completion_tokens for result in finished], passes))
+    return scores
 
 
 async def evaluate(
@@ -81,21 +107,12 @@ async def evaluate(
     row: dict[str, Any] = {}
     everything: list[float] = []
     for env in sorted(counts):
-        averages, passes, lengths = [], [], []
-        for several in (several for (name, _), several in ended.items() if name == env):
-            finished = [result for result in several if isinstance(result, Rollout)]
-            if not finished:
-                continue
-            rewards = [result.reward for result in finished]
-            everything += rewards
-            averages.append(float(np.mean(rewards)))
-            passed = sum(reward >= config.pass_threshold for reward in rewards)
-            passes.append(pass_at_k(len(rewards), passed, min(config.k, len(rewards))))
-            lengths += [result.completion_tokens for result in finished]
-        if averages:
-            row[f"eval/{env}/avg@{config.k}"] = float(np.mean(averages))
-            row[f"eval/{env}/pass@{config.k}"] = float(np.mean(passes))
-            row[f"eval/{env}/completion_tokens"] = float(np.mean(lengths))
+        scores = task_scores(ended, env, config)
+        everything += [reward for task in scores for reward in task.rewards]
+        if scores:
+            row[f"eval/{env}/avg@{config.k}"] = float(np.mean([task.average for task in scores]))
+            row[f"eval/{env}/pass@{config.k}"] = float(np.mean([task.passes for task in scores]))
+            row[f"eval/{env}/completion_tokens"] = float(np.mean([n for task in scores for n in task.lengths]))
     every = list(results.values())
     outcomes = Counter(result.outcome for result in every)
     row["eval/reward"] = float(np.mean(everything)) if everything else None

@@ -7,15 +7,11 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from prl.metrics.reader import read_rows
-from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import resolve_model_path
-from prl.models.tokenizer import load_tokenizer
 from prl.orchestrator.batching import build_batches, staleness
 from prl.orchestrator.checkpointing import Checkpointing
 from prl.orchestrator.engine_watch import EngineWatch
@@ -26,8 +22,8 @@ from prl.orchestrator.external import ExternalEngines
 from prl.orchestrator.failure_log import FailureLog
 from prl.orchestrator.kept_rollouts import Kept, KeptRollouts
 from prl.orchestrator.lockstep import Lockstep
+from prl.orchestrator.neighbours import load_renderer, own_engines
 from prl.orchestrator.producer import Producer, StepGroups
-from prl.orchestrator.restarts import follow_restarts
 from prl.orchestrator.rollout_log import RolloutLog
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.server import BadRequest, start_server
@@ -79,7 +75,7 @@ class Orchestrator:
 
     async def run(self) -> None:
         ctx, config = self.ctx, self.config
-        renderer = await asyncio.to_thread(self._load_renderer)
+        renderer = await asyncio.to_thread(load_renderer, ctx)
         followed = self._find_engines()
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.keys.env) for name in config.env.mix}
         background = [self._in_background(env.serve()) for env in self.envs.values()]
@@ -122,18 +118,8 @@ class Orchestrator:
             self.external = ExternalEngines(ctx)
             self.engines: EnginePool = self.external.pool
             return self.external.follow
-        servers = ctx.plan.servers()
-        names = [role.name for role in servers]
-        kinds = [role.engine.kind for role in servers if role.engine]
-        processes = [len(role.devices) for role in servers]
-        router = config.inference.router.url or ctx.endpoints.get("router")
-        urls = [ctx.endpoints[name] for name in names]
-        self.engines = EnginePool(urls, config.inference, ctx.keys, kinds, router, processes)
-        return partial(follow_restarts, ctx.run_dir, names, self.engines, config.deployment.start_timeout_s)
-
-    def _load_renderer(self) -> ChatRenderer:
-        path = resolve_model_path(self.config.model, Path(self.config.cache_dir), self.ctx.init_model_path)
-        return ChatRenderer(load_tokenizer(self.config.model, path))
+        self.engines, followed = own_engines(ctx)
+        return followed
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin work that goes on beside the rest until it is cancelled; an exception of it ends the run."""

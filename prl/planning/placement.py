@@ -21,6 +21,8 @@ def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
         return _trainers(config, train_world, first_node=0)
     engines = _engines(config) if has_engines(config) else ()
     router = (_host_role("router", "router", 0, 1),) if has_router(config) else ()
+    if config.job == "eval":
+        return (*engines, *router, _host_role("orchestrator", "orchestrator", 0, 1), *_envs(config))
     if not has_trainers(config):
         return (*engines, *router)
     # of several nodes, none has both

@@ -23,7 +23,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         config=config,
         mesh=MeshPlan(dp_replicate=world.dp_replicate, dp_shard=world.dp_shard, cp=world.cp, ep=world.ep),
         num_nodes=1 + max(role.node for role in roles),
-        gpus_per_node=1 + max(device for role in roles for device in role.devices),
+        gpus_per_node=1 + max((device for role in roles for device in role.devices), default=-1),
         roles=roles,
     )
 

@@ -26,6 +26,7 @@ from prl.runtime.external import check_engines
 from prl.runtime.nodes.remote import Nodes, has_no_agents
 from prl.runtime.nodes.seats import Seat
 from prl.runtime.people.progress import Progress
+from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
 from prl.runtime.process.failures import Failure
@@ -129,16 +130,23 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
             state: State = "stopped" if failure is None else "failed"
             status.update(state=state, failure=failure.to_status() if failure else None)
             return Outcome(state, resume_step, failure)
-        if config.inference.urls:
+        if config.inference.urls and config.job != "eval":
             check_engines(config, run_dir.run_id, home.progress.note, lambda: home.signals.count > 0)
         init_model_path, warm = warm_start(plan, path, home, status)
         if warm is not None and warm.state != "done":
             status.update(state=warm.state, failure=warm.failure.to_status() if warm.failure else None)
             return warm
+        if config.job == "eval":
+            init_model_path, read = prepare_policy(plan, path, home)
+            if read is not None and read.state != "done":
+                status.update(state=read.state, failure=read.failure.to_status() if read.failure else None)
+                return read
         home.progress.begin(config.job)
         if resume_step:
             home.progress.note(f"resuming from the checkpoint of step {resume_step}")
         outcome = Supervisor(plan, path, home, status, resume_step, init_model_path).run()
+        if outcome.state == "done":
+            drop_converted(path)
     except BaseException:
         status.update(state="failed")
         raise
@@ -170,6 +178,9 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
     if outcome.state == "stopped":
         if plan.config.job == "inference":
             print("stopped serving", flush=True)
+            return signals.exit_code
+        if plan.config.job == "eval":
+            print(f"stopped; the same command with output_dir={path} begins anew", flush=True)
             return signals.exit_code
         saved = steps(path)
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"

@@ -40,14 +40,16 @@ from prl.runtime.process.reaper import Reaper
 from prl.runtime.process.restarts import MAX_RESTARTS, Restarts, why_final
 from prl.runtime.process.signals import StopSignals
 
-ENTRIES = {  # role, or "sft" for the trainers of an SFT job -> "module:function"
+ENTRIES = {  # role, "sft" for the trainers of an SFT job, "eval" for who leads an evaluation -> "module:function"
     "inference": "prl.inference.server:main",
     "router": "prl.inference.router.server:main",
     "orchestrator": "prl.orchestrator.loop:main",
     "trainer": "prl.trainer.rl_loop:main",
     "sft": "prl.trainer.sft_loop:main",
+    "eval": "prl.orchestrator.evaluator:main",
     "env": "prl.envs.worker:main",
 }
+OF_JOBS = {("sft", "trainer"): "sft", ("eval", "orchestrator"): "eval"}  # where a job has a role in a way of its own
 START_ORDER = ("inference", "router", "env", "orchestrator", "trainer")
 POLL_S = 0.02
 BLAME_WINDOW_S = 0.3  # after the first death, so that its cause is found among those that follow from it
@@ -173,7 +175,7 @@ class Supervisor:
     def _entry(self, role: RolePlan | None) -> str:
         if role is None:
             return ""
-        return self.home.entries["sft" if self.plan.config.job == "sft" else role.role]
+        return self.home.entries[OF_JOBS.get((self.plan.config.job, role.role), role.role)]
 
     # --- watch ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +347,7 @@ class Supervisor:
         came_up = all(child.pulse.ready or not child.alive for child in self.children)
         was_running = came_up or self.status.state == "running"  # a child that is being restarted does not undo that
         self.status.update(state="stopping", **self._snapshot())
-        saves = "" if self.plan.config.job == "inference" else ": saving a checkpoint"
+        saves = ": saving a checkpoint" if self.plan.roles_of("trainer") else ""
         self.home.progress.note(f"stopping{saves}; a second signal ends everything at once")
         failure = None
         self._is_time_left()  # who saves decides by it, and must not find it too late
@@ -359,7 +361,7 @@ class Supervisor:
 
     def _stop_targets(self) -> Iterable[Child]:
         """In RL the orchestrator tells the trainers to stop at a step boundary; in SFT all ranks agree on one."""
-        leader = "orchestrator" if self.plan.config.job == "rl" else "trainer"
+        leader = "orchestrator" if self.plan.roles_of("orchestrator") else "trainer"
         return (child for child in self.children if child.role and child.role.role == leader)
 
     def _await_workers(self) -> Failure | None:

@@ -10,6 +10,7 @@ from prl.config.rules import (
     deployment,
     effects,
     engines,
+    evaluation,
     external,
     memory,
     model,
@@ -101,6 +102,14 @@ RL_RULES: tuple[Rule, ...] = (
     concurrency.adapting_needs_metrics,
 )
 SFT_RULES: tuple[Rule, ...] = (sft.sft_follows_the_run,)
+EVAL_RULES: tuple[Rule, ...] = (
+    evaluation.nobody_takes_turns,
+    evaluation.one_policy_is_meant,
+    rl.there_is_an_env,
+    rl.env_id_has_its_env,
+    rl.lengths_nest,
+    rl.pass_at_k_needs_sampling,
+)
 BENCH_RULES: tuple[Rule, ...] = (
     bench.documents_fit_the_row,
     bench.variable_lengths_have_one_maximum,
@@ -116,6 +125,8 @@ def violations(config: RunConfig) -> list[UserError]:
         found += [violation for rule in TRAIN_RULES for violation in rule(config)]
     if config.job == "rl" or (config.bench is not None and config.bench.target == "stack"):
         found += [violation for rule in RL_RULES for violation in rule(config)]
+    if config.job == "eval":
+        found += [violation for rule in EVAL_RULES for violation in rule(config)]
     if config.job == "sft":
         found += [violation for rule in SFT_RULES for violation in rule(config)]
     if config.bench is not None:

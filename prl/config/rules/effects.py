@@ -114,6 +114,14 @@ def _rl(config: RunConfig) -> Iterator[Idle]:
         kept = tuple(f"logging.rollouts.{key}" for key in ("groups", "held_out", "max_mib"))
         keys = ("debug.keep_rollouts", *kept)
         yield Idle(keys, "job=sft", "there are no rollouts")
+    if config.job == "eval":
+        keys = ("debug.keep_rollouts", "logging.rollouts.groups")
+        yield Idle(keys, "job=eval", "nothing is trained; logging.rollouts.held_out says how many rollouts are kept")
+        yield Idle(tuple(f"eval.{key}" for key in EVAL_TIMES), "job=eval", "there is one evaluation, now")
+        if config.eval.run is None:
+            yield Idle(("eval.step",), "eval.run=null", "a model's directory has no steps", "eval.run=outputs/RUN")
+    elif config.job == "rl":
+        yield Idle(("eval.run", "eval.step"), "job=rl", "a run evaluates itself", "python -m prl.eval")
     yield from _random_weights(config)
     if samples(config) and config.deployment.type != "colocated":
         where = f"deployment.type={config.deployment.type}"
@@ -139,14 +147,14 @@ def _random_weights(config: RunConfig) -> Iterator[Idle]:
         if bench.target != "inference":
             where = f"bench.target={bench.target}, bench.random_weights=true"
             yield Idle(key, where, "the trainer draws them with seed", "bench.target=inference")
-    elif config.model.path is not None:
+    elif config.model.path is not None and config.eval.run is None:
         yield Idle(key, f"model.path={config.model.path}", "the checkpoint has the weights", "model.path=null")
 
 
 def _eval(config: RunConfig) -> Iterator[Idle]:
     evaluation = config.eval
     if not (evaluation.interval or evaluation.at_start or evaluation.at_end):
-        keys = tuple(f"eval.{key}" for key in type(evaluation).model_fields if key not in EVAL_TIMES)
+        keys = tuple(f"eval.{key}" for key in type(evaluation).model_fields if key not in (*EVAL_TIMES, "run", "step"))
         where = "eval.interval=0, eval.at_start=false, eval.at_end=false"
         yield Idle(keys, where, "nothing is evaluated", "eval.at_end=true")
 

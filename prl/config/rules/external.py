@@ -12,6 +12,7 @@ from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.config.schema import RunConfig
 from prl.config.world import spans_nodes
 
+SAMPLING = ("rl", "eval")  # jobs that take engines as they are
 TRANSPORTS = ("filesystem", "tcp")  # by which weights get into engines that know nothing of the run
 # what an engine is started with: whoever started it has said so
 OF_STARTING = (
@@ -38,9 +39,9 @@ def engines_elsewhere_belong_to_rl(config: RunConfig) -> Iterator[UserError]:
             )
         return
     where = f"inference.urls={as_override(inference.urls)}"
-    if config.job != "rl":
+    if config.job not in SAMPLING:
         yield UserError(
-            "Only a run that trains takes engines that run already.",
+            "Only a run that trains, or an evaluation, takes engines that run already.",
             where=f"{where}, job={config.job}",
             why="this job starts the engines that it serves or measures"
             if config.job != "sft"
@@ -59,10 +60,10 @@ def engines_elsewhere_belong_to_rl(config: RunConfig) -> Iterator[UserError]:
 def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
     """What a run cannot do with engines that it did not place."""
     inference = config.inference
-    if not inference.urls or config.job != "rl":
+    if not inference.urls or config.job not in SAMPLING:
         return
     where = "inference.urls"
-    if config.deployment.type == "colocated":
+    if config.deployment.type == "colocated" and config.job == "rl":
         yield UserError(
             "Engines that run already do not take turns with the trainer.",
             where=f"{where}, deployment.type=colocated",
@@ -73,7 +74,9 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "A router does not stand before engines that run already.",
             where=f"{where}, inference.router.type={inference.router.type}",
-            why="weights go to each engine, and so do requests, which say whose weights they want",
+            why="weights go to each engine, and so do requests, which say whose weights they want"
+            if config.job == "rl"
+            else "a router's own address may stand among inference.urls",
             fix="inference.router.type=none inference.router.url=null",
         )
     if on_loopback(inference.urls) and spans_nodes(config):

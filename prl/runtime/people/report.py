@@ -9,6 +9,7 @@ from typing import Any
 from prl.metrics.reader import Row, read_rows
 from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import steps
+from prl.runtime.people.evaluation_report import print_evaluation
 from prl.runtime.people.view import clock
 
 CURVE = {"rl": ("orchestrator", "reward", "eval/reward", "reward"), "sft": ("trainer/0", "loss", "val_loss", "loss")}
@@ -43,6 +44,8 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
     from rich.console import Console
 
     job = plan.config.job
+    if job == "eval":
+        print_evaluation(run_dir)
     if job not in CURVE:
         return
     role, training, held_out, stem = CURVE[job]

@@ -22,6 +22,7 @@ SHOWN = {  # job -> metrics key -> (label, format)
         "staleness_mean": ("staleness", "{:.2f}"),
         "tokens_per_s": ("tokens/s", "{:.0f}"),
     },
+    "eval": {"eval/reward": ("held-out", "{:.3f}")},
     "sft": {
         "loss": ("loss", "{:.4f}"),
         "val_loss": ("val loss", "{:.4f}"),
@@ -60,6 +61,10 @@ class RunView:
             for row in self.orchestrator.poll():
                 self._take("orchestrator", row)
                 self.ahead.setdefault(_step_of(row), {}).update(self._shown(row))
+        if self.plan.config.job == "eval":
+            for row in self.orchestrator.poll():
+                self.numbers |= self._shown(row)
+                self.step = self.max_steps if "eval/reward" in row else self.step  # its one step is the evaluation
         for row in self.trainer.poll():
             self._take("trainer", row)
             if self.plan.config.job == "sft":

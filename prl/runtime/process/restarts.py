@@ -22,7 +22,7 @@ def why_final(config: RunConfig, role: str) -> str | None:
         return None if config.inference.router.type == "builtin" else "only the built-in router is started again"
     if role != "inference":
         return "only environments, engines and routers are started again"
-    if config.job != "rl":
+    if config.job not in ("rl", "eval"):
         return "an engine that serves people is started again by them"
     if config.weight_transport.type == "ipc":
         return "weight_transport=ipc cannot take in a new engine"

@@ -1,0 +1,33 @@
+"""The engines and the tokenizer that a run brings along, as the processes that lead it find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prl.models.chat import ChatRenderer
+from prl.models.checkpoint import resolve_model_path
+from prl.models.tokenizer import load_tokenizer
+from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.restarts import follow_restarts
+from prl.runtime.process.child import ChildContext
+
+
+def own_engines(ctx: ChildContext) -> tuple[EnginePool, Callable[[], Coroutine[Any, Any, None]]]:
+    """The pool of the plan's engines, and what follows their restarts for ever."""
+    config, servers = ctx.plan.config, ctx.plan.servers()
+    names = [role.name for role in servers]
+    kinds = [role.engine.kind for role in servers if role.engine]
+    processes = [len(role.devices) for role in servers]
+    router = config.inference.router.url or ctx.endpoints.get("router")
+    pool = EnginePool([ctx.endpoints[name] for name in names], config.inference, ctx.keys, kinds, router, processes)
+    return pool, partial(follow_restarts, ctx.run_dir, names, pool, config.deployment.start_timeout_s)
+
+
+def load_renderer(ctx: ChildContext) -> ChatRenderer:
+    """Of the tokenizer that the policy has. Raises UserError where there is none."""
+    model = ctx.plan.config.model
+    path = resolve_model_path(model, Path(ctx.plan.config.cache_dir), ctx.init_model_path)
+    return ChatRenderer(load_tokenizer(model, path))

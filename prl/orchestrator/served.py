@@ -1,0 +1,154 @@
+"""Models that are served already (inference.urls), for evaluations: asked as any client asks, and changed in nothing.
+
+By /inference/v1/generate where a server has it (ours, vLLM), else by /v1/completions, with token ids for a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import aiohttp
+
+from prl.config.errors import UserError
+from prl.config.schema import InferenceConfig, SamplingConfig
+from prl.models.chat import ChatRenderer
+from prl.orchestrator.engines import CLIENT_ROUTES, GENERATE, EnginePool
+from prl.orchestrator.rollout import Generation
+from prl.runtime.process.keys import RunKeys
+
+MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
+LOOK_S = 1.0
+ANSWER = aiohttp.ClientTimeout(total=5.0)
+
+
+class ServedEngines(EnginePool):
+    """Replicas of one model, each asked in the way that it understands."""
+
+    def __init__(self, config: InferenceConfig, renderer: ChatRenderer) -> None:
+        super().__init__(list(config.urls), config, RunKeys())
+        if config.api_key_var is None:
+            del self.session.headers["Authorization"]
+        self.renderer = renderer
+        self.telling: set[int] = set()  # of these, those that can say which tokens they have drawn
+        self.names: dict[int, str] = {}  # of replicas that are asked by COMPLETIONS: what they call their model
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Until each server has said what it serves. Raises UserError for one that does not, or not to us."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        for index, url in enumerate(self.urls):
+            while (models := await self._models(url)) is None:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise _away(url, f"{MODELS} gave no answer for deployment.start_timeout_s={timeout_s:g}")
+                await asyncio.sleep(LOOK_S)
+            self._check_length(url, models[0])
+            if not await self._generates(url):
+                self.names[index] = str(models[0].get("id"))
+                self.telling |= {index} if models[0].get("owned_by") == "vllm" else set()
+
+    async def _models(self, url: str) -> list[dict[str, Any]] | None:
+        """What it serves; None while it loads. Raises UserError where nobody listens, or nobody who serves us."""
+        try:
+            async with self.session.get(url + MODELS, timeout=ANSWER) as response:
+                status, text = response.status, await response.text(errors="replace")
+                if status == 200:
+                    models = (await response.json(content_type=None))["data"]
+                    return [dict(model) for model in models] if models else None
+        except aiohttp.ClientConnectorError as error:
+            raise _away(url, str(error)) from error
+        except (aiohttp.ClientConnectionError, TimeoutError):
+            return None
+        except (LookupError, TypeError, ValueError):
+            status, text = 200, "no list of models"
+        if status >= 500:
+            return None
+        where = f"inference.api_key_var={self.config.api_key_var or 'null'}"
+        raise UserError(
+            f"{url} does not take the key." if status in (401, 403) else f"{url} serves no models.",
+            where=where if status in (401, 403) else "inference.urls",
+            why=f"{MODELS}: {status}: {text[:200]}",
+            fix="inference.api_key_var=NAME of the environment variable that holds its API key"
+            if status in (401, 403)
+            else "the address of a server with OpenAI's routes",
+        )
+
+    def _check_length(self, url: str, model: dict[str, Any]) -> None:
+        """Of vLLM and ours, which say it."""
+        length, wanted = model.get("max_model_len"), self.config.max_model_len
+        if isinstance(length, int) and length < wanted:
+            raise UserError(
+                f"{url} takes {length} tokens (prompt and completion), the evaluation wants {wanted}.",
+                where=f"inference.max_model_len={wanted}",
+                why="an engine's context is set when it is started",
+                fix=f"inference.max_model_len={length}, or start it with more",
+            )
+
+    async def _generates(self, url: str) -> bool:
+        """Whether it answers on our route. A stock vLLM 0.32 has it, and refuses every good request (403) unless it was
+        started with --enable-scale-out.
+        """
+        body = {"token_ids": self.renderer.encode("a"), "sampling_params": {"max_tokens": 1}}
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self.session.post(url + GENERATE, json=body) as response:
+                return response.status not in (403, 404, 405)
+        return False
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        seed: int,
+        salt: str,
+        sampling: SamplingConfig,
+        request_id: str,
+        replica: int | None = None,
+        telling: dict[str, Any] | None = None,
+    ) -> Generation:
+        """As of the base class. `seed` makes an answer repeatable where the server honours it."""
+        index = self._least_busy(self.decoding)
+        if index not in self.names:
+            return await super().generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, index, telling)
+        body = {
+            "model": self.names[index],
+            "prompt": prompt_ids,
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed,
+        }
+        body |= {"return_token_ids": True} if index in self.telling else {}
+        # beyond OpenAI's own: asked for only where it matters, so that a server without it refuses, and not ignores it
+        body |= {"top_k": sampling.top_k} if sampling.top_k else {}
+        body |= {"min_p": sampling.min_p} if sampling.min_p else {}
+        body |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
+        self.in_flight[index] += 1
+        try:
+            answer = await self._ask(index, COMPLETIONS, body)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.in_flight[index] -= 1
+        choice = answer["choices"][0]
+        reason, ids = choice.get("finish_reason") or "stop", choice.get("token_ids")
+        if not ids:
+            ids, end = self.renderer.encode(choice["text"]), self.renderer.tokenizer.eos_token_id
+            if isinstance(end, int) and (reason == "stop" or not ids):  # no text, or what is none: it is scored so
+                ids.append(end)
+        return Generation(ids, [0.0] * len(ids), [0] * len(ids), reason, None)
+
+
+def _away(url: str, why: str) -> UserError:
+    return UserError(
+        f"{url} does not answer.",
+        where="inference.urls",
+        why=why,
+        fix="start the server (python -m prl.inference, vllm serve, ...), or correct its address",
+    )
+
+
+def served_engines(config: InferenceConfig, renderer: ChatRenderer) -> ServedEngines:
+    """Those of inference.urls; within an event loop."""
+    assert COMPLETIONS in CLIENT_ROUTES
+    return ServedEngines(config, renderer)
