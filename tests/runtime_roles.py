@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def play(ctx: ChildContext, acts: dict) -> None:
         time.sleep(600)
     if name := acts.get("segment_beside"):  # as vLLM's queues: what tracks it is killed with the rest
         mapped = [SharedMemory(name), SharedMemory(create=True, size=4096)]
+        resource_tracker.unregister(f"/{name}", "shared_memory")  # it is another's: our tracker is not to unlink it
         (ctx.run_dir / "segment").write_text(mapped[1].name)
         MAPPED.extend(mapped)
     if acts.get("grandchild"):

@@ -126,7 +126,7 @@ def test_info_defaults_knows_the_alias(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("prl ", "rl sft inference bench plan status cancel compare watch doctor"),
+        ("prl ", "rl sft inference eval bench plan status cancel compare watch doctor"),
         ("prl pl", "plan"),
         ("prl rl memory=ti", "memory=tight"),
         ("prl rl seed=1 optim.l", "optim.lr="),
@@ -149,7 +149,7 @@ def test_prl_without_a_known_command_says_how(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "prl.cli", "rll")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         2,
-        "usage: prl {rl,sft,inference,bench,plan,status,cancel,compare,watch,doctor} [overrides]",
+        "usage: prl {rl,sft,inference,eval,bench,plan,status,cancel,compare,watch,doctor} [overrides]",
     )
 
 

@@ -16,7 +16,7 @@ from prl.config.errors import UserError
 from prl.config.schema import ConcurrencyConfig, EvalConfig, SamplingConfig
 from prl.envs.protocol import Score
 from prl.models.chat import ChatRenderer
-from prl.orchestrator import loop
+from prl.orchestrator import neighbours
 from prl.orchestrator.concurrency import Limiter
 from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.evaluation import evaluate
@@ -145,7 +145,7 @@ def test_requests_go_to_the_router_whose_url_is_given(orchestrator, monkeypatch)
     def pool(urls, config, keys, kinds, router, processes):
         raise Seen(router)
 
-    monkeypatch.setattr(loop, "EnginePool", pool)
+    monkeypatch.setattr(neighbours, "EnginePool", pool)
     for url in ("http://one:1", "http://other:2"):
         made = orchestrator("inference.router.type=url", f"inference.router.url={url}")
         made._load_renderer = lambda: None
