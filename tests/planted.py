@@ -63,7 +63,9 @@ def play(name: str, directory: Path, *more: str) -> dict[str, int]:
     run_dir = directory / name.replace(" ", "-")
     done = run([*SMALL, *overrides, *more, f"output_dir={run_dir}"], directory, env=env)
     assert done.code == 0, done.output
-    return alarms_of(run_dir)
+    found = alarms_of(run_dir)
+    assert all(f"alarm {kind} since step {step}:" in done.output for kind, step in found.items()), done.output
+    return found
 
 
 def main() -> None:

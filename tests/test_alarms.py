@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 
@@ -13,7 +14,10 @@ from torch import nn
 
 from prl.config import compose
 from prl.metrics.alarms import LOOKS, REMEDIES, Alarms
+from prl.metrics.writer import MetricsWriter
+from prl.planning.planner import make_plan
 from prl.runtime.directory.status_file import EMPTY
+from prl.runtime.people.view import RunView
 from prl.status import render_run
 from prl.trainer.guard import SAMPLED, sample_weights
 
@@ -139,6 +143,23 @@ def test_status_says_which(tmp_path):
     assert "alarm truncated since step 4: the share of truncated rollouts is 0.9" in render_run(tmp_path, "running")
 
 
+@pytest.mark.parametrize("begun_with", [0, 40])
+def test_a_resumed_run_does_not_tell_again_what_an_earlier_attempt_has_told(tmp_path, begun_with):
+    plan = make_plan(compose([f"logging.alarms.window={WINDOW}"]))
+    for role in ("trainer/0", "orchestrator"):
+        with contextlib.closing(MetricsWriter(tmp_path, role)) as writer:
+            for step in range(1, 21):
+                writer.log(step=step, **HEALTHY[role.split("/")[0]] | ({"truncated": 0.9} if step > 10 else {}))
+    view = RunView(plan, tmp_path, step=begun_with)
+    view.poll()
+    assert list(view.alarms.active) == ["truncated"]
+    assert ("alarms", "truncated") in view.cells()
+    told = [line.split(":")[0] for line in view.take_told()]
+    assert [line.split(" since")[0] for line in told] == ([] if begun_with else ["alarm truncated"])
+    assert view.take_told() == []
+    assert (tmp_path / "metrics/alarms.jsonl").exists() == (begun_with == 0)
+
+
 # --- whether weights change -------------------------------------------------------------------------------------------
 
 
@@ -151,6 +172,13 @@ def test_the_sample_is_small_and_sees_a_step_of_every_layer():
             param.add_(1.0)
     assert (before != sample_weights(model)).all()
     assert (sample_weights(model) == sample_weights(model)).all()
+    params = list(model.parameters())
+    for part in (params[:50], params[50:100], params[100:150], params[150:]):
+        before = sample_weights(model)
+        with torch.no_grad():
+            for param in part:
+                param.add_(1.0)
+        assert 0.2 < (before != sample_weights(model)).float().mean() < 0.3
     assert sample_weights(nn.Sequential()).numel() == 0
 
 
