@@ -73,7 +73,7 @@ def test_gpus_suffice_or_a_remedy_is_named(machine, monkeypatch, count, visible,
         return
     with pytest.raises(UserError) as error:
         gpus.refuse_too_few_gpus(made)
-    turns = devices_taking_turns(made.config)
+    turns = devices_taking_turns(made)
     assert error.value.fix.startswith("deployment=colocated ") == (turns <= len(gpus.visible_gpus()))
 
 
@@ -85,9 +85,9 @@ def test_who_is_left_without_a_gpu_is_named(machine):
 
 
 def test_what_cannot_take_turns_is_not_offered():
-    assert devices_taking_turns(compose([])) == 1
-    assert devices_taking_turns(compose(["deployment=colocated"])) is None
-    assert devices_taking_turns(compose(["deployment.num_infer_gpus=3"])) is None  # more engines than ranks
+    assert devices_taking_turns(plan()) == 1
+    assert devices_taking_turns(plan("deployment=colocated")) is None
+    assert devices_taking_turns(plan("deployment.num_infer_gpus=3")) is None  # more engines than ranks
 
 
 # --- the order of devices ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 from prl.config.schema import DeploymentConfig, ModelCard, ModelConfig, ParallelismConfig, RunConfig
-from prl.config.world import World, largest_ep, resolve_world
+from prl.config.world import Mesh, largest_ep, world_of
 from prl.planning import make_plan
 
 CARD = ModelCard(
@@ -26,21 +26,21 @@ def config(parallelism: dict[str, object], deployment: dict[str, object] | None 
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "deployment", "world"),
+    ("parallelism", "deployment", "mesh"),
     [
-        ({}, {}, World(1, 1, 1, 1)),
-        ({"ep": 8, "cp": 2}, {}, World(1, 4, 2, 8)),
-        ({"ep": 2, "cp": 2}, {}, World(1, 1, 2, 2)),
-        ({"ep": 8, "dp_replicate": 2}, {}, World(2, 8, 1, 8)),
-        ({"cp": 2}, {"num_train_gpus": 8}, World(1, 4, 2, 1)),
-        ({"ep": "auto"}, {"num_train_gpus": 4}, World(1, 4, 1, 4)),
-        ({"ep": "auto"}, {"num_train_gpus": 6}, World(1, 6, 1, 2)),
-        ({"ep": "auto", "cp": 2}, {}, World(1, 1, 2, 2)),
-        ({"ep": "auto"}, {"type": "multi_node", "num_train_nodes": 2}, World(1, 16, 1, 8)),
+        ({}, {}, Mesh(1, 1, 1, 1)),
+        ({"ep": 8, "cp": 2}, {}, Mesh(1, 4, 2, 8)),
+        ({"ep": 2, "cp": 2}, {}, Mesh(1, 1, 2, 2)),
+        ({"ep": 8, "dp_replicate": 2}, {}, Mesh(2, 8, 1, 8)),
+        ({"cp": 2}, {"num_train_gpus": 8}, Mesh(1, 4, 2, 1)),
+        ({"ep": "auto"}, {"num_train_gpus": 4}, Mesh(1, 4, 1, 4)),
+        ({"ep": "auto"}, {"num_train_gpus": 6}, Mesh(1, 6, 1, 2)),
+        ({"ep": "auto", "cp": 2}, {}, Mesh(1, 1, 2, 2)),
+        ({"ep": "auto"}, {"type": "multi_node", "num_train_nodes": 2}, Mesh(1, 16, 1, 8)),
     ],
 )
-def test_auto_sizes(parallelism: dict[str, object], deployment: dict[str, object], world: World) -> None:
-    assert resolve_world(config(parallelism, deployment)) == world
+def test_auto_sizes(parallelism: dict[str, object], deployment: dict[str, object], mesh: Mesh) -> None:
+    assert world_of(config(parallelism, deployment)).mesh == mesh
 
 
 def test_largest_ep_divides_experts_and_island_and_holds_cp() -> None:

@@ -18,7 +18,7 @@ from tiny import VOCAB, moe_card
 
 from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
-from prl.config.world import resolve_world
+from prl.config.world import world_of
 from prl.models.checkpoint import hf_tensors
 from prl.models.moe import local_part
 from prl.planning.run_plan import MeshPlan
@@ -84,8 +84,8 @@ def build_policy(job: Job, world: World) -> Policy:
 def job_mesh(job: Job) -> MeshPlan:
     if job.layout is None:
         return MeshPlan(dp_replicate=job.dp_replicate, dp_shard=job.dp_shard, cp=job.cp, ep=job.ep)
-    world = resolve_world(job_config(job))
-    return MeshPlan(dp_replicate=world.dp_replicate, dp_shard=world.dp_shard, cp=world.cp, ep=world.ep)
+    mesh = world_of(job_config(job)).mesh
+    return MeshPlan(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep)
 
 
 def train_step(policy: Policy, step: int, bad: bool = False) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import samples
+from prl.config.world import World
 
 
 class NotAvailableError(UserError):
@@ -19,9 +19,9 @@ class NotAvailableError(UserError):
         super().__init__(f"{what} is not available in this version.", where=where, why="not built yet", fix=fix)
 
 
-def not_available(config: RunConfig) -> Iterator[NotAvailableError]:
+def not_available(config: RunConfig, world: World) -> Iterator[NotAvailableError]:
     """All wishes of the config that must wait for a later version."""
-    if samples(config) and config.inference.engine == "vllm":
+    if world.samples and config.inference.engine == "vllm":
         yield from _not_with_vllm(config)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prl.config.schema import EngineGroupConfig, RunConfig
-from prl.config.world import infer_devices, spans_nodes
+from prl.config.world import World
 
 EQUALS = 16  # tokens as probable as the last one of top_k, beyond it
 EngineKind = Literal["both", "prefill", "decode"]
@@ -53,26 +53,24 @@ def logprobs_of_kept(config: RunConfig) -> int:
     return min(config.inference.sampling.top_k + EQUALS, config.model.card.vocab_size)
 
 
-def engine_groups(config: RunConfig) -> tuple[EngineGroup, ...]:
+def engine_groups(config: RunConfig, world: World) -> tuple[EngineGroup, ...]:
     """In the order of their devices: prefill first, when prefill and decode are apart."""
-    inference, devices = config.inference, infer_devices(config)
-    prefill = inference.pd.num_prefill_gpus
+    prefill = config.inference.pd.num_prefill_gpus
     if prefill == 0:
-        return (EngineGroup("both", devices, inference.tp, inference.dp, EngineGroupConfig()),)
-    return (_group(config, "prefill", prefill), _group(config, "decode", devices - prefill))
+        return (_group(config, "both", world.infer_devices),)
+    return (_group(config, "prefill", prefill), _group(config, "decode", world.infer_devices - prefill))
 
 
-def _group(config: RunConfig, kind: Literal["prefill", "decode"], devices: int) -> EngineGroup:
-    inference = config.inference
-    own = inference.pd.prefill if kind == "prefill" else inference.pd.decode
+def _group(config: RunConfig, kind: EngineKind, devices: int) -> EngineGroup:
+    inference, own = config.inference, own_of(config, kind)
     return EngineGroup(kind, devices, own.tp or inference.tp, own.dp or inference.dp, own)
 
 
-def engine_shares(config: RunConfig, group: EngineGroup) -> tuple[EngineShare, ...]:
+def engine_shares(config: RunConfig, world: World, group: EngineGroup) -> tuple[EngineShare, ...]:
     """The processes of one engine: one for each node that it spans, or for each rank where each is served by itself."""
     balancing = config.inference.dp_load_balancing
     local = group.dp
-    if spans_nodes(config):
+    if world.spans_nodes:
         local = min(group.dp, config.deployment.gpus_per_node // group.tp)
     if balancing == "external":
         local = 1
@@ -80,24 +78,26 @@ def engine_shares(config: RunConfig, group: EngineGroup) -> tuple[EngineShare, .
     return tuple(EngineShare(start, local, serves=balancing != "internal" or start == 0) for start in starts)
 
 
-def most_on_a_node(config: RunConfig) -> int:
+def most_on_a_node(config: RunConfig, world: World) -> int:
     """Processes of engines on the node that has the most: each has a port of its own. 0 where they do not fit."""
     deployment, used, on_node = config.deployment, 0, Counter[int]()
-    per_node = deployment.gpus_per_node if spans_nodes(config) else infer_devices(config)
-    for group in engine_groups(config):
+    per_node = deployment.gpus_per_node if world.spans_nodes else world.infer_devices
+    for group in engine_groups(config, world):
         if group.tp > per_node:  # a rule of its own
             return 0
         for _ in range(group.num_engines):
-            for share in engine_shares(config, group):
+            for share in engine_shares(config, world, group):
                 on_node[used // per_node] += 1
                 used += group.tp * share.dp_local
     return max(on_node.values(), default=0)
 
 
-def group_of(config: RunConfig, kind: EngineKind) -> EngineGroup:
-    return next(group for group in engine_groups(config) if group.kind == kind)
+def own_of(config: RunConfig, kind: EngineKind) -> EngineGroupConfig:
+    """What engines of this kind have otherwise than `inference` says."""
+    pd = config.inference.pd
+    return {"both": EngineGroupConfig(), "prefill": pd.prefill, "decode": pd.decode}[kind]
 
 
 def vllm_arguments_of(config: RunConfig, kind: EngineKind) -> dict[str, Any]:
     """`inference.vllm`, and over it what the engine's own kind says."""
-    return config.inference.vllm | group_of(config, kind).own.vllm
+    return config.inference.vllm | own_of(config, kind).vllm

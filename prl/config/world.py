@@ -1,17 +1,22 @@
-"""Sizes of the trainer's world, with every `auto` resolved. Arithmetic only; the rules say whether the sizes fit."""
+"""What follows from a configuration by arithmetic alone: who takes part, how many devices, in meshes of what size.
+
+`world_of` works it out; rules and plans are handed the result. The rules say whether the sizes fit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from prl.config.schema import RunConfig
 
+MAX_AUTO_EP = 8  # wider groups leave the NVLink domain of a usual node
+
 
 @dataclass(frozen=True)
-class World:
-    """Sizes of the device mesh. `ep` spans `cp` and a part of `dp_shard`, so it adds no ranks of its own."""
+class Mesh:
+    """Sizes of the trainer's device mesh. `ep` spans `cp` and a part of `dp_shard`, so it adds no ranks of its own."""
 
     dp_replicate: int
     dp_shard: int
@@ -33,90 +38,106 @@ class World:
         return self.dp_shard * self.cp
 
 
-def has_trainers(config: RunConfig) -> bool:
-    """Whether trainer ranks are part of the job."""
-    return config.job in ("rl", "sft") or (config.bench is not None and config.bench.target != "inference")
+@dataclass(frozen=True)
+class World:
+    """What a job consists of, with every `auto` resolved. Devices are GPUs, or CPU slots where there are none."""
+
+    samples: bool  # it needs inference engines, its own or those of inference.urls
+    has_engines: bool  # it has inference engines of its own
+    has_router: bool  # and a router of its own before them
+    has_trainers: bool
+    mesh: Mesh  # of the trainer; without one, of what the configuration says of it
+    train_devices: int | None  # that the deployment gives the trainer; None: as many as the mesh needs
+    infer_devices: int  # of all engines together, were there any
+    spans_nodes: bool  # roles sit on more than one node
+    # on the only node, in the order of its processes; () where there are several
+    infer_gpu_ids: tuple[int, ...]
+    train_gpu_ids: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks of the job."""
+        return self.mesh.size if self.has_trainers else 0
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices of the job's own engines."""
+        return self.infer_devices if self.has_engines else 0
 
 
-def samples(config: RunConfig) -> bool:
-    """Whether the job needs inference engines, its own or others."""
-    return config.job in ("rl", "inference", "eval") or (
-        config.bench is not None and config.bench.target in ("inference", "stack")
+def world_of(config: RunConfig) -> World:
+    """Of any configuration, whether its sizes fit each other or not."""
+    deployment, bench = config.deployment, config.bench
+    target = None if bench is None else bench.target
+    samples = config.job in ("rl", "inference", "eval") or target in ("inference", "stack")
+    has_engines = samples and not config.inference.urls
+    has_trainers = config.job in ("rl", "sft") or target not in (None, "inference")
+    if deployment.type == "multi_node":
+        infer_devices = deployment.num_infer_nodes * deployment.gpus_per_node
+    else:
+        infer_devices = deployment.num_infer_gpus
+    train_devices = _train_devices(config)
+    mesh = _mesh(config, train_devices)
+    engine_devices, ranks = infer_devices if has_engines else 0, mesh.size if has_trainers else 0
+    spans_nodes = _spans_nodes(config, engine_devices + ranks)
+    infer, train = ((), ()) if spans_nodes else _gpu_ids(config, engine_devices, ranks)
+    return World(
+        samples=samples,
+        has_engines=has_engines,
+        has_router=has_engines and config.inference.router.type in ("auto", "builtin", "vllm_router"),
+        has_trainers=has_trainers,
+        mesh=mesh,
+        train_devices=train_devices,
+        infer_devices=infer_devices,
+        spans_nodes=spans_nodes,
+        infer_gpu_ids=infer,
+        train_gpu_ids=train,
     )
 
 
-def has_engines(config: RunConfig) -> bool:
-    """Whether inference engines are part of the job; those of inference.urls are not."""
-    return samples(config) and not config.inference.urls
-
-
-def has_router(config: RunConfig) -> bool:
-    """Whether a router of our own is part of the job."""
-    return has_engines(config) and config.inference.router.type in ("auto", "builtin", "vllm_router")
-
-
-def requested_devices(config: RunConfig) -> int | None:
-    """Training devices that the deployment asks for, or None for `auto`."""
+def _train_devices(config: RunConfig) -> int | None:
     deployment = config.deployment
     if deployment.type == "multi_node":
         return deployment.num_train_nodes * deployment.gpus_per_node
     return None if deployment.num_train_gpus == "auto" else deployment.num_train_gpus
 
 
-def infer_devices(config: RunConfig) -> int:
-    """Devices of all engines together."""
-    deployment = config.deployment
-    if deployment.type == "multi_node":
-        return deployment.num_infer_nodes * deployment.gpus_per_node
-    return deployment.num_infer_gpus
-
-
-def devices_needed(config: RunConfig) -> int:
-    """Devices of all engines and trainer ranks together, on a deployment where each has its own."""
-    train = resolve_world(config).size if has_trainers(config) else 0
-    return train + (config.deployment.num_infer_gpus if has_engines(config) else 0)
-
-
-def spans_nodes(config: RunConfig) -> bool:
-    """Whether roles sit on more than one node: as asked for, or because the GPUs of one do not suffice.
+def _spans_nodes(config: RunConfig, devices: int) -> bool:
+    """As asked for, or because the GPUs of one node do not suffice for so many devices.
 
     CPU slots are as many as one likes, so `device=cpu` stays on one node unless told otherwise.
     """
     deployment = config.deployment
     if deployment.type == "disaggregated" and deployment.device != "cpu":
-        return devices_needed(config) > deployment.gpus_per_node
+        return devices > deployment.gpus_per_node
     return deployment.type == "multi_node"
 
 
-def gpu_ids(config: RunConfig) -> tuple[list[int], list[int]]:
-    """Devices of engines and of trainer ranks on a run's only node, in their order. What is not named takes the lowest
-    devices: of those that are left, or the trainer's own where engines take turns with it.
+def _gpu_ids(config: RunConfig, engines: int, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Devices of engines and of trainer ranks on a run's only node. What is not named takes the lowest devices: of
+    those that are left, or the trainer's own where engines take turns with it.
     """
     deployment = config.deployment
-    engines = infer_devices(config) if has_engines(config) else 0
-    ranks = resolve_world(config).size if has_trainers(config) else 0
     infer, train = deployment.infer_gpu_ids, deployment.train_gpu_ids
     if deployment.type == "colocated":
         train = train if train is not None else tuple(range(ranks))
         infer = infer if infer is not None else train
     infer = infer if infer is not None else _lowest(engines, train or ())
     train = train if train is not None else _lowest(ranks, infer[:engines])
-    return list(infer[:engines]), list(train[:ranks])
+    return infer[:engines], train[:ranks]
 
 
-def _lowest(count: int, taken: Sequence[int]) -> tuple[int, ...]:
-    return tuple([device for device in range(count + len(taken)) if device not in taken][:count])
+def _lowest(count: int, taken: Collection[int]) -> tuple[int, ...]:
+    others = set(taken)
+    return tuple([device for device in range(count + len(others)) if device not in others][:count])
 
 
-MAX_AUTO_EP = 8  # wider groups leave the NVLink domain of a usual node
-
-
-def resolve_world(config: RunConfig) -> World:
+def _mesh(config: RunConfig, devices: int | None) -> Mesh:
     """The mesh as asked for; `auto` is what fills the devices or, without a number of them, the smallest that fits.
 
     nodes_per_fsdp_group sets dp_replicate: each group of so many nodes holds one replica of the weights.
     """
-    parallelism, devices, deployment = config.parallelism, requested_devices(config), config.deployment
+    parallelism, deployment = config.parallelism, config.deployment
     dp_replicate = parallelism.dp_replicate
     if deployment.type == "multi_node" and deployment.nodes_per_fsdp_group is not None:
         dp_replicate = max(1, deployment.num_train_nodes // deployment.nodes_per_fsdp_group)
@@ -129,7 +150,7 @@ def resolve_world(config: RunConfig) -> World:
         dp_shard = max(1, devices // (dp_replicate * parallelism.cp))
     if parallelism.ep == "auto":
         ep = largest_ep(config.model.card.num_experts, dp_shard * parallelism.cp, parallelism.cp)
-    return World(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=parallelism.cp, ep=ep)
+    return Mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=parallelism.cp, ep=ep)
 
 
 def largest_ep(num_experts: int, island: int, cp: int) -> int:

@@ -21,7 +21,7 @@ from prl.config.packages import (
     Package,
 )
 from prl.config.schema import RunConfig, SlurmConfig
-from prl.config.world import has_engines, has_trainers
+from prl.config.world import World, world_of
 from prl.planning.planner import make_plan
 
 HUB = ("env:", "/", "./", "../", "~")  # what names of data sets do not begin with
@@ -53,26 +53,26 @@ class Needs:
 
 def needs_of(config: RunConfig, slurm: SlurmConfig, where: Literal["here", "nodes"]) -> Needs:
     """`slurm`: what the launcher asks for, with the keys of the point over it."""
-    plan = make_plan(config)
+    plan, world = make_plan(config), world_of(config)
     last = 1 if plan.num_nodes > 1 else plan.gpus_per_node  # as `refuse_too_few_gpus` (runtime/nodes/remote.py)
     return Needs(
         where=where,
-        packages={package.module: choice for package, choice in _packages(config)},
-        only_on_gpus=tuple(_only_on_gpus(config)),
+        packages={package.module: choice for package, choice in _packages(config, world)},
+        only_on_gpus=tuple(_only_on_gpus(config, world)),
         device=config.deployment.device,
         nodes=plan.num_nodes,
         gpus_per_node=plan.gpus_per_node,
         gpus_in_all=(plan.num_nodes - 1) * config.deployment.gpus_per_node + last,
         spans_nodes=plan.num_nodes > 1,
-        trains=has_trainers(config),
+        trains=world.has_trainers,
         slurm=slurm,
         port=config.inference.port,
     )
 
 
-def _packages(config: RunConfig) -> Iterator[tuple[Package, str]]:
+def _packages(config: RunConfig, world: World) -> Iterator[tuple[Package, str]]:
     model, inference = config.model, config.inference
-    if has_trainers(config):
+    if world.has_trainers:
         if model.attn == "flash_attention_4":
             yield FLASH_ATTENTION_4, "model.attn=flash_attention_4"
         if model.attn == "flash_attention_3":
@@ -81,7 +81,7 @@ def _packages(config: RunConfig) -> Iterator[tuple[Package, str]]:
             yield DEEP_GEMM, "model.fp8=deep_gemm"
         if config.parallelism.ep_comm_backend == "deepep":
             yield DEEP_EP, "parallelism.ep_comm_backend=deepep"
-    if has_engines(config):
+    if world.has_engines:
         if inference.engine == "vllm":
             yield VLLM, "inference.engine=vllm"
         for backend in (inference.all2all_backend, inference.pd.prefill.all2all_backend,
@@ -111,11 +111,11 @@ def _data_packages(config: RunConfig) -> Iterator[tuple[Package, str]]:
         yield DATASETS, f"sft.data.source={sft.data.source}"
 
 
-def _only_on_gpus(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _only_on_gpus(config: RunConfig, world: World) -> Iterator[tuple[str, str]]:
     model, inference = config.model, config.inference
     if config.deployment.device == "cuda":
         yield "deployment.device=cuda", "deployment.device=auto"
-    if has_trainers(config):
+    if world.has_trainers:
         if model.attn.startswith("flash_attention"):
             yield f"model.attn={model.attn}", "model.attn=auto"
         if model.fp8 == "deep_gemm":
@@ -124,5 +124,5 @@ def _only_on_gpus(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "parallelism.ep_comm_backend=deepep", "parallelism.ep_comm_backend=torch"
     if config.job == "rl" and config.weight_transport.type in ("nccl", "ipc"):
         yield f"weight_transport={config.weight_transport.type}", "weight_transport=filesystem"
-    if has_engines(config) and inference.engine == "vllm" and inference.return_routed_experts:
+    if world.has_engines and inference.engine == "vllm" and inference.return_routed_experts:
         yield "inference.return_routed_experts=true", "inference.return_routed_experts=false"

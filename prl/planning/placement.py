@@ -7,40 +7,37 @@ from collections.abc import Sequence
 
 from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
-from prl.config.world import gpu_ids, has_engines, has_router, has_trainers, infer_devices, samples, spans_nodes
+from prl.config.world import World
 from prl.planning.run_plan import EnginePlan, RoleName, RolePlan
 
 
-def place(config: RunConfig, train_world: int) -> tuple[RolePlan, ...]:
-    """All roles of a run: inference engines and their router, the orchestrator, trainer ranks, environment workers.
-
-    Args:
-        train_world: number of trainer ranks.
-    """
-    if not samples(config):
-        return _trainers(config, train_world, first_node=0)
-    engines = _engines(config) if has_engines(config) else ()
-    router = (_host_role("router", "router", 0, 1),) if has_router(config) else ()
+def place(config: RunConfig, world: World) -> tuple[RolePlan, ...]:
+    """All roles of a run: inference engines and their router, the orchestrator, trainer ranks, environment workers."""
+    if not world.samples:
+        return _trainers(config, world, first_node=0)
+    engines = _engines(config, world) if world.has_engines else ()
+    router = (_host_role("router", "router", 0, 1),) if world.has_router else ()
     if config.job == "eval":
         return (*engines, *router, _host_role("orchestrator", "orchestrator", 0, 1), *_envs(config))
-    if not has_trainers(config):
+    if not world.has_trainers:
         return (*engines, *router)
     # of several nodes, none has both
-    first_node = 1 + max(role.node for role in engines) if engines and spans_nodes(config) else 0
-    trainers = _trainers(config, train_world, first_node)
+    first_node = 1 + max(role.node for role in engines) if engines and world.spans_nodes else 0
+    trainers = _trainers(config, world, first_node)
     return (*engines, *router, _host_role("orchestrator", "orchestrator", 0, 1), *trainers, *_envs(config))
 
 
-def _engines(config: RunConfig) -> tuple[RolePlan, ...]:
+def _engines(config: RunConfig, world: World) -> tuple[RolePlan, ...]:
     """Processes of all engines, prefill first. Each sits on neighbouring devices: one for the built-in engine."""
-    slots = _slots(config, infer_devices(config), gpu_ids(config)[0], first_node=0)
-    world = sum(group.num_engines * len(engine_shares(config, group)) for group in engine_groups(config))
+    slots = _slots(config, world, world.infer_devices, world.infer_gpu_ids, first_node=0)
+    groups = [(group, engine_shares(config, world, group)) for group in engine_groups(config, world)]
+    processes = sum(group.num_engines * len(shares) for group, shares in groups)
     roles: list[RolePlan] = []
     index = used = 0
-    for group in engine_groups(config):
+    for group, shares in groups:
         for _ in range(group.num_engines):
             head = f"inference/{len(roles)}"
-            for share in engine_shares(config, group):
+            for share in shares:
                 width = group.tp * share.dp_local
                 engine = EnginePlan(
                     index=index,
@@ -52,7 +49,7 @@ def _engines(config: RunConfig) -> tuple[RolePlan, ...]:
                     serves=share.serves,
                     head=head,
                 )
-                roles.append(_device_role("inference", len(roles), world, slots[used : used + width], engine))
+                roles.append(_device_role("inference", len(roles), processes, slots[used : used + width], engine))
                 used += width
             index += 1
     return _number_on_nodes(roles)
@@ -68,9 +65,9 @@ def _number_on_nodes(roles: list[RolePlan]) -> tuple[RolePlan, ...]:
     return tuple(numbered)
 
 
-def _trainers(config: RunConfig, world: int, first_node: int) -> tuple[RolePlan, ...]:
-    slots = _slots(config, world, gpu_ids(config)[1], first_node)
-    return tuple(_device_role("trainer", rank, world, [slot]) for rank, slot in enumerate(slots))
+def _trainers(config: RunConfig, world: World, first_node: int) -> tuple[RolePlan, ...]:
+    slots = _slots(config, world, world.ranks, world.train_gpu_ids, first_node)
+    return tuple(_device_role("trainer", rank, world.ranks, [slot]) for rank, slot in enumerate(slots))
 
 
 def _envs(config: RunConfig) -> tuple[RolePlan, ...]:
@@ -79,9 +76,9 @@ def _envs(config: RunConfig) -> tuple[RolePlan, ...]:
     return tuple(_host_role("env", f"env/{name}", index, len(names)) for index, name in enumerate(names))
 
 
-def _slots(config: RunConfig, count: int, ids: Sequence[int], first_node: int) -> list[tuple[int, int]]:
+def _slots(config: RunConfig, world: World, count: int, ids: Sequence[int], first_node: int) -> list[tuple[int, int]]:
     """(node, device) of `count` processes with one device each; `ids` are their devices if all are on one node."""
-    if not spans_nodes(config):
+    if not world.spans_nodes:
         return [(0, device) for device in ids]
     per_node = config.deployment.gpus_per_node
     return [(first_node + i // per_node, i % per_node) for i in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prl.config.point import point_id
 from prl.config.schema import CkptConfig, LoraConfig, RunConfig, SftConfig
-from prl.config.world import resolve_world
+from prl.config.world import world_of
 from prl.planning.placement import place
 from prl.planning.run_plan import MeshPlan, RunPlan
 
@@ -16,12 +16,12 @@ NOT_OF_WARM_STARTS = (
 
 def make_plan(config: RunConfig) -> RunPlan:
     """The layout of one point. The configuration has passed its rules, so every size fits."""
-    world = resolve_world(config)
-    roles = place(config, world.size)
+    world = world_of(config)
+    roles, mesh = place(config, world), world.mesh
     return RunPlan(
         point_id=point_id(config),
         config=config,
-        mesh=MeshPlan(dp_replicate=world.dp_replicate, dp_shard=world.dp_shard, cp=world.cp, ep=world.ep),
+        mesh=MeshPlan(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep),
         num_nodes=1 + max(role.node for role in roles),
         gpus_per_node=1 + max((device for role in roles for device in role.devices), default=-1),
         roles=roles,

@@ -39,7 +39,7 @@ def _summary(plan: RunPlan) -> list[str]:
         lines.append(f"engines     {', '.join(config.inference.urls)}: they run already, on devices of their own")
     if uneven := uneven_experts(plan):
         lines.append(f"uneven      {uneven}")
-    turns = devices_taking_turns(config) if plan.num_nodes > 1 else None
+    turns = devices_taking_turns(plan) if plan.num_nodes > 1 else None
     if turns is not None and turns <= config.deployment.gpus_per_node:
         lines.append(f"one node    has {turns} devices for it if trainer and engines take turns: deployment=colocated")
     if config.warm_start is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from prl.config.rules import violations
-from prl.config.schema import RunConfig
-from prl.config.world import infer_devices, resolve_world
+from prl.planning.run_plan import RunPlan
 
 
-def devices_taking_turns(config: RunConfig) -> int | None:
+def devices_taking_turns(plan: RunPlan) -> int | None:
     """Devices that the same run takes with deployment=colocated; None where it is that already, or cannot be."""
+    config = plan.config
     if config.job != "rl" or config.deployment.type != "disaggregated":
         return None
     shared = config.model_copy(update={"deployment": config.deployment.model_copy(update={"type": "colocated"})})
-    return None if violations(shared) else max(resolve_world(shared).size, infer_devices(shared))
+    if violations(shared):
+        return None
+    return max(sum(len(role.devices) for role in plan.roles_of(kind)) for kind in ("inference", "trainer"))

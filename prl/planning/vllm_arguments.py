@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from prl.config.engines import group_of, learns_truncated, logprobs_of_kept, vllm_arguments_of
+from prl.config.engines import learns_truncated, logprobs_of_kept, own_of, vllm_arguments_of
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import EnginePlan, RolePlan
 
@@ -121,7 +121,7 @@ def expert_arguments(config: RunConfig, engine: EnginePlan) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if config.inference.expert_parallel:
         arguments["enable_expert_parallel"] = True
-    backend = group_of(config, engine.kind).own.all2all_backend or config.inference.all2all_backend
+    backend = own_of(config, engine.kind).all2all_backend or config.inference.all2all_backend
     if backend is not None:
         arguments["all2all_backend"] = backend
     return arguments
@@ -167,7 +167,7 @@ def engine_environment(config: RunConfig, engine: EnginePlan) -> dict[str, str]:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter
     if inference.kv_offload.mooncake_config is not None:
         variables["MOONCAKE_CONFIG_PATH"] = inference.kv_offload.mooncake_config
-    return variables | inference.env | group_of(config, engine.kind).own.env
+    return variables | inference.env | own_of(config, engine.kind).env
 
 
 def address_environment(role: RolePlan, endpoints: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from prl.config.errors import UserError
 from prl.config.packages import DEEP_EP
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_trainers
+from prl.config.world import world_of
 from prl.runtime.warm_cache import missing_in_cache
 
 CACHE_KEY = "cache_dir"
@@ -24,8 +24,10 @@ def check_machine(config: RunConfig) -> None:
     if missing_in_cache(config) is not None:  # else it may be a mount that is only read
         check_directory(Path(config.cache_dir), CACHE_KEY, "cache_dir=~/.cache/prl")
     _check_tokenizer(config)
-    _check_deepep(config)
-    if has_engines(config):
+    world = world_of(config)
+    if world.has_trainers:
+        _check_deepep(config)
+    if world.has_engines:
         _check_host(config.inference.host)
 
 
@@ -65,7 +67,7 @@ def _check_tokenizer(config: RunConfig) -> None:
 
 
 def _check_deepep(config: RunConfig) -> None:
-    if has_trainers(config) and config.parallelism.ep_comm_backend == "deepep" and find_spec(DEEP_EP.module) is None:
+    if config.parallelism.ep_comm_backend == "deepep" and find_spec(DEEP_EP.module) is None:
         raise UserError(
             "DeepEP is not installed.",
             where="parallelism.ep_comm_backend=deepep",

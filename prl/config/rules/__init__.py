@@ -23,7 +23,7 @@ from prl.config.rules import (
 )
 from prl.config.rules.rule import Rule
 from prl.config.schema import RunConfig
-from prl.config.world import has_trainers
+from prl.config.world import world_of
 
 COMMON_RULES: tuple[Rule, ...] = (
     names.names_stay_in_their_directory,
@@ -120,15 +120,16 @@ BENCH_RULES: tuple[Rule, ...] = (
 
 def violations(config: RunConfig) -> list[UserError]:
     """Every broken rule, most basic first."""
-    found = [violation for rule in COMMON_RULES for violation in rule(config)]
-    if has_trainers(config):
-        found += [violation for rule in TRAIN_RULES for violation in rule(config)]
+    world = world_of(config)
+    found = [violation for rule in COMMON_RULES for violation in rule(config, world)]
+    if world.has_trainers:
+        found += [violation for rule in TRAIN_RULES for violation in rule(config, world)]
     if config.job == "rl" or (config.bench is not None and config.bench.target == "stack"):
-        found += [violation for rule in RL_RULES for violation in rule(config)]
+        found += [violation for rule in RL_RULES for violation in rule(config, world)]
     if config.job == "eval":
-        found += [violation for rule in EVAL_RULES for violation in rule(config)]
+        found += [violation for rule in EVAL_RULES for violation in rule(config, world)]
     if config.job == "sft":
-        found += [violation for rule in SFT_RULES for violation in rule(config)]
+        found += [violation for rule in SFT_RULES for violation in rule(config, world)]
     if config.bench is not None:
-        found += [violation for rule in BENCH_RULES for violation in rule(config)]
-    return found + list(not_available(config))
+        found += [violation for rule in BENCH_RULES for violation in rule(config, world)]
+    return found + list(not_available(config, world))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import MemoryConfig, RunConfig
-from prl.config.world import resolve_world
+from prl.config.world import World
 
 
-def there_is_a_benchmark(config: RunConfig) -> Iterator[UserError]:
+def there_is_a_benchmark(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.job == "bench" and config.bench is None:
         yield UserError(
             "There is nothing to measure.",
@@ -19,7 +19,7 @@ def there_is_a_benchmark(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def documents_fit_the_row(config: RunConfig) -> Iterator[UserError]:
+def documents_fit_the_row(config: RunConfig, world: World) -> Iterator[UserError]:
     assert config.bench is not None
     doc_len = config.bench.doc_len
     needed = doc_len if isinstance(doc_len, int) else sum(doc_len)
@@ -32,7 +32,7 @@ def documents_fit_the_row(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def variable_lengths_have_one_maximum(config: RunConfig) -> Iterator[UserError]:
+def variable_lengths_have_one_maximum(config: RunConfig, world: World) -> Iterator[UserError]:
     assert config.bench is not None
     if config.bench.lengths == "variable" and not isinstance(config.bench.doc_len, int):
         yield UserError(
@@ -43,9 +43,9 @@ def variable_lengths_have_one_maximum(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def transformers_has_one_device(config: RunConfig) -> Iterator[UserError]:
+def transformers_has_one_device(config: RunConfig, world: World) -> Iterator[UserError]:
     assert config.bench is not None
-    ranks = resolve_world(config).size
+    ranks = world.ranks
     if config.bench.target == "transformers" and ranks > 1:
         yield UserError(
             f"Plain transformers does not train on {ranks} devices.",
@@ -55,7 +55,7 @@ def transformers_has_one_device(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def transformers_stays_plain(config: RunConfig) -> Iterator[UserError]:
+def transformers_stays_plain(config: RunConfig, world: World) -> Iterator[UserError]:
     """What the plain loop would pass over in silence."""
     assert config.bench is not None
     if config.bench.target != "transformers":

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.schema import ConcurrencyConfig, RunConfig
+from prl.config.world import World
 
 ADAPTIVE_KEYS = ("min", "start", "kv_low", "kv_high")
 KEY = "inference.concurrency"
 
 
-def adaptive_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+def adaptive_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
     concurrency = config.inference.concurrency
     if concurrency.mode == "adaptive":
         return
@@ -26,7 +27,7 @@ def adaptive_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def synchronous_runs_do_not_adapt(config: RunConfig) -> Iterator[UserError]:
+def synchronous_runs_do_not_adapt(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.inference.concurrency.mode == "adaptive" and config.algo.max_off_policy_steps == 0:
         yield UserError(
             "A synchronous run cannot follow the engines' load.",
@@ -36,7 +37,7 @@ def synchronous_runs_do_not_adapt(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def adaptive_bounds_nest(config: RunConfig) -> Iterator[UserError]:
+def adaptive_bounds_nest(config: RunConfig, world: World) -> Iterator[UserError]:
     concurrency, maximum = config.inference.concurrency, config.inference.max_concurrent_rollouts
     if concurrency.mode == "fixed":
         return
@@ -58,7 +59,7 @@ def adaptive_bounds_nest(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def adapting_needs_metrics(config: RunConfig) -> Iterator[UserError]:
+def adapting_needs_metrics(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if inference.concurrency.mode == "adaptive" and inference.vllm.get("disable_log_stats"):
         yield UserError(

@@ -9,15 +9,14 @@ from prl.config.errors import UserError
 from prl.config.keys import as_override
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import RunConfig
-from prl.config.world import gpu_ids, has_engines, has_trainers, infer_devices, resolve_world, spans_nodes
+from prl.config.world import World
 
 
-def gpus_suffice(config: RunConfig) -> Iterator[UserError]:
+def gpus_suffice(config: RunConfig, world: World) -> Iterator[UserError]:
     deployment = config.deployment
     if deployment.device != "cuda" or deployment.type != "colocated":  # others go on to further nodes
         return
-    train = resolve_world(config).size if has_trainers(config) else 0
-    infer = deployment.num_infer_gpus if has_engines(config) else 0
+    train, infer = world.ranks, world.engine_devices
     needed = max(train, infer)
     if needed > deployment.gpus_per_node:
         yield UserError(
@@ -28,17 +27,15 @@ def gpus_suffice(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def gpu_ids_fit(config: RunConfig) -> Iterator[UserError]:
+def gpu_ids_fit(config: RunConfig, world: World) -> Iterator[UserError]:
     """Each process has one of its own among those named for its kind; trainer and engines share only to take turns."""
     deployment = config.deployment
-    if spans_nodes(config):
+    if world.spans_nodes:
         return
-    infer, train = gpu_ids(config)
-    engines = infer_devices(config) if has_engines(config) else 0
-    ranks = resolve_world(config).size if has_trainers(config) else 0
+    infer, train = world.infer_gpu_ids, world.train_gpu_ids
     for key, given, needed in (
-        ("infer_gpu_ids", deployment.infer_gpu_ids, engines),
-        ("train_gpu_ids", deployment.train_gpu_ids, ranks),
+        ("infer_gpu_ids", deployment.infer_gpu_ids, world.engine_devices),
+        ("train_gpu_ids", deployment.train_gpu_ids, world.ranks),
     ):
         if given is None or not needed:
             continue
@@ -52,21 +49,20 @@ def gpu_ids_fit(config: RunConfig) -> Iterator[UserError]:
     if deployment.type == "colocated" and not set(infer) <= set(train):
         yield UserError(
             "Engines would have devices that the trainer has not.",
-            where=f"deployment.infer_gpu_ids={as_override(tuple(infer))}, deployment.type=colocated",
-            why=f"they take turns on the trainer's own, {as_override(tuple(train))}",
+            where=f"deployment.infer_gpu_ids={as_override(infer)}, deployment.type=colocated",
+            why=f"they take turns on the trainer's own, {as_override(train)}",
             fix="deployment.infer_gpu_ids=null, or deployment=disaggregated",
         )
     if deployment.type == "disaggregated" and set(infer) & set(train):
         yield UserError(
             "Engines and trainer would be on the same devices.",
-            where=f"deployment.infer_gpu_ids={as_override(tuple(infer))}, "
-            f"deployment.train_gpu_ids={as_override(tuple(train))}",
+            where=f"deployment.infer_gpu_ids={as_override(infer)}, deployment.train_gpu_ids={as_override(train)}",
             why="deployment.type=disaggregated gives each its own",
             fix="deployment.train_gpu_ids=null, or deployment=colocated",
         )
 
 
-def fsdp_groups_need_nodes(config: RunConfig) -> Iterator[UserError]:
+def fsdp_groups_need_nodes(config: RunConfig, world: World) -> Iterator[UserError]:
     deployment = config.deployment
     group = deployment.nodes_per_fsdp_group
     if group is None:
@@ -96,7 +92,7 @@ def fsdp_groups_need_nodes(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def sbatch_lines_are_options(config: RunConfig) -> Iterator[UserError]:
+def sbatch_lines_are_options(config: RunConfig, world: World) -> Iterator[UserError]:
     """`slurm.sbatch` adds to what the launcher asks for; the array is the launcher's."""
     lines = config.slurm.sbatch or ()
     for line in lines:

@@ -14,7 +14,7 @@ from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
 from prl.config.schema import OptimConfig, RunConfig
-from prl.config.world import has_engines, has_trainers, resolve_world, samples, spans_nodes
+from prl.config.world import World
 
 EVAL_TIMES = ("interval", "at_start", "at_end")
 
@@ -28,8 +28,14 @@ class Idle(NamedTuple):
     otherwise: str = ""
 
 
-def keys_take_effect(config: RunConfig) -> Iterator[UserError]:
-    for idle in (*_deployment(config), *_memory(config), *_training(config), *_rl(config), *_bench(config)):
+def keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
+    for idle in (
+        *_deployment(config, world),
+        *_memory(config),
+        *_training(config, world),
+        *_rl(config, world),
+        *_bench(config),
+    ):
         for key in idle.keys:
             if said_by_user(config, key):
                 yield UserError(
@@ -45,23 +51,23 @@ def _value(config: RunConfig, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def _deployment(config: RunConfig) -> Iterator[Idle]:
+def _deployment(config: RunConfig, world: World) -> Iterator[Idle]:
     kind = f"deployment.type={config.deployment.type}"
     if config.deployment.type == "multi_node":
-        keys = ("deployment.num_train_gpus",) * has_trainers(config) + ("deployment.num_infer_gpus",)
+        keys = ("deployment.num_train_gpus",) * world.has_trainers + ("deployment.num_infer_gpus",)
         yield Idle(keys, kind, "whole nodes take part: num_train_nodes, num_infer_nodes and gpus_per_node say how many")
     else:
         keys = ("deployment.num_train_nodes", "deployment.num_infer_nodes")
         yield Idle(
             keys, kind, "devices are counted one by one: num_train_gpus and num_infer_gpus", "deployment=multi_node"
         )
-    if spans_nodes(config):
+    if world.spans_nodes:
         keys = ("deployment.infer_gpu_ids", "deployment.train_gpu_ids")
         yield Idle(keys, kind, "nodes are filled one after another, each from its first device on")
-    if not has_trainers(config):
+    if not world.has_trainers:
         keys = ("deployment.num_train_gpus", "deployment.num_train_nodes", "deployment.train_gpu_ids")
         yield Idle(keys, f"job={config.job}", "nobody trains in this job")
-    if not has_engines(config):
+    if not world.has_engines:
         keys = ("deployment.num_infer_gpus", "deployment.num_infer_nodes", "deployment.infer_gpu_ids")
         if config.inference.urls:
             yield Idle(keys, "inference.urls", "engines that run already have devices of their own")
@@ -81,14 +87,14 @@ def _memory(config: RunConfig) -> Iterator[Idle]:
         yield Idle(keys, "memory_recipe.lora.rank=0", "there are no adapters", "memory_recipe.lora.rank=8")
 
 
-def _training(config: RunConfig) -> Iterator[Idle]:
-    if not has_trainers(config):
+def _training(config: RunConfig, world: World) -> Iterator[Idle]:
+    if not world.has_trainers:
         return
-    world = resolve_world(config)
-    if world.cp == 1:
+    mesh = world.mesh
+    if mesh.cp == 1:
         keys = ("parallelism.cp_style", "parallelism.allow_cp_across_nodes")
         yield Idle(keys, "parallelism.cp=1", "each sequence is whole on one rank", "parallelism.cp=2")
-    if world.fsdp_island == 1:
+    if mesh.fsdp_island == 1:
         yield Idle(
             ("parallelism.reshard_after_forward",), "1 rank in an FSDP island", "nothing is sharded", "parallelism=fsdp"
         )
@@ -109,7 +115,7 @@ def _optim(optim: OptimConfig, group: str) -> Iterator[Idle]:
         )
 
 
-def _rl(config: RunConfig) -> Iterator[Idle]:
+def _rl(config: RunConfig, world: World) -> Iterator[Idle]:
     if config.job == "sft":
         kept = tuple(f"logging.rollouts.{key}" for key in ("groups", "held_out", "max_mib"))
         keys = ("debug.keep_rollouts", *kept)
@@ -123,7 +129,7 @@ def _rl(config: RunConfig) -> Iterator[Idle]:
     elif config.job == "rl":
         yield Idle(("eval.run", "eval.step"), "job=rl", "a run evaluates itself", "python -m prl.eval")
     yield from _random_weights(config)
-    if samples(config) and config.deployment.type != "colocated":
+    if world.samples and config.deployment.type != "colocated":
         where = f"deployment.type={config.deployment.type}"
         yield Idle(
             ("inference.sleep_level",), where, "engines with devices of their own never sleep", "deployment=colocated"

@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from prl.config.engines import EngineGroup, engine_groups
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, infer_devices, spans_nodes
+from prl.config.world import World
 
 
-def engines_fill_their_devices(config: RunConfig) -> Iterator[UserError]:
+def engines_fill_their_devices(config: RunConfig, world: World) -> Iterator[UserError]:
     """Each group of engines, and each engine the nodes that it touches."""
-    if not has_engines(config) or infer_devices(config) == 0:
+    if not world.has_engines or world.infer_devices == 0:
         return
-    if not 0 <= config.inference.pd.num_prefill_gpus < infer_devices(config):
+    if not 0 <= config.inference.pd.num_prefill_gpus < world.infer_devices:
         yield UserError(
-            f"Nobody decodes: all {infer_devices(config)} inference devices are for prefill.",
+            f"Nobody decodes: all {world.infer_devices} inference devices are for prefill.",
             where=f"inference.pd.num_prefill_gpus={config.inference.pd.num_prefill_gpus}",
-            fix=f"inference.pd.num_prefill_gpus={infer_devices(config) // 2}, or more inference devices",
+            fix=f"inference.pd.num_prefill_gpus={world.infer_devices // 2}, or more inference devices",
         )
         return
     first = 0
-    for group in engine_groups(config):
-        yield from _group_fits(config, group, first)
+    for group in engine_groups(config, world):
+        yield from _group_fits(config, world, group, first)
         first += group.devices
 
 
-def _group_fits(config: RunConfig, group: EngineGroup, first: int) -> Iterator[UserError]:
+def _group_fits(config: RunConfig, world: World, group: EngineGroup, first: int) -> Iterator[UserError]:
     per_node, width = config.deployment.gpus_per_node, group.width
     who = "Engines" if group.kind == "both" else f"{group.kind.capitalize()} engines"
     where = f"inference.tp={group.tp}, inference.dp={group.dp}, {group.devices} devices"
@@ -37,9 +37,9 @@ def _group_fits(config: RunConfig, group: EngineGroup, first: int) -> Iterator[U
             f"{who} of {width} devices do not fill {group.devices}.",
             where=where,
             why="each engine takes tp * dp devices",
-            fix=f"{_more_devices(config, width)}, or inference.tp=1 inference.dp=1",
+            fix=f"{_more_devices(config, world, width)}, or inference.tp=1 inference.dp=1",
         )
-    if not spans_nodes(config):
+    if not world.spans_nodes:
         return
     if per_node % group.tp:
         yield UserError(
@@ -57,19 +57,18 @@ def _group_fits(config: RunConfig, group: EngineGroup, first: int) -> Iterator[U
         )
 
 
-def _more_devices(config: RunConfig, width: int) -> str:
+def _more_devices(config: RunConfig, world: World, width: int) -> str:
     """The least number of inference devices, or of nodes, that engines of `width` devices fill."""
     deployment = config.deployment
-    devices = infer_devices(config)
     if deployment.type == "multi_node":
         whole = width // math.gcd(width, deployment.gpus_per_node)
         return f"deployment.num_infer_nodes={-(-deployment.num_infer_nodes // whole) * whole}"
-    return f"deployment.num_infer_gpus={-(-devices // width) * width}"
+    return f"deployment.num_infer_gpus={-(-world.infer_devices // width) * width}"
 
 
-def ranks_are_served_apart_only_with_experts(config: RunConfig) -> Iterator[UserError]:
+def ranks_are_served_apart_only_with_experts(config: RunConfig, world: World) -> Iterator[UserError]:
     balancing = config.inference.dp_load_balancing
-    groups = engine_groups(config)
+    groups = engine_groups(config, world)
     if balancing != "internal" and all(group.dp == 1 for group in groups):
         yield UserError(
             f"There is nothing to balance {balancing}ly.",
@@ -86,9 +85,9 @@ def ranks_are_served_apart_only_with_experts(config: RunConfig) -> Iterator[User
         )
 
 
-def experts_can_be_spread(config: RunConfig) -> Iterator[UserError]:
+def experts_can_be_spread(config: RunConfig, world: World) -> Iterator[UserError]:
     inference, card = config.inference, config.model.card
-    wide = [group for group in engine_groups(config) if group.width > 1]
+    wide = [group for group in engine_groups(config, world) if group.width > 1]
     if inference.expert_parallel and (card.num_experts == 0 or not wide):
         yield UserError(
             "There are no experts to spread, or nothing to spread them over.",
@@ -115,7 +114,7 @@ def experts_can_be_spread(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def prefill_and_decode_apart_fit(config: RunConfig) -> Iterator[UserError]:
+def prefill_and_decode_apart_fit(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     pd = inference.pd
     if pd.num_prefill_gpus == 0:
@@ -156,7 +155,7 @@ def prefill_and_decode_apart_fit(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def offloaded_kv_has_a_place(config: RunConfig) -> Iterator[UserError]:
+def offloaded_kv_has_a_place(config: RunConfig, world: World) -> Iterator[UserError]:
     offload = config.inference.kv_offload
     native, mooncake = offload.type == "native", offload.type == "mooncake"
     if native != (offload.cpu_gib > 0) or (offload.disk_path is not None and not native):

@@ -8,9 +8,10 @@ from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override
 from prl.config.schema import RunConfig
+from prl.config.world import World
 
 
-def nobody_takes_turns(config: RunConfig) -> Iterator[UserError]:
+def nobody_takes_turns(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.deployment.type == "colocated":
         yield UserError(
             "There is no trainer to take turns with.",
@@ -20,7 +21,7 @@ def nobody_takes_turns(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def one_policy_is_meant(config: RunConfig) -> Iterator[UserError]:
+def one_policy_is_meant(config: RunConfig, world: World) -> Iterator[UserError]:
     """Engines that run already have weights, and keep them."""
     inference, evaluation = config.inference, config.eval
     if not inference.urls:

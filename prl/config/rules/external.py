@@ -10,7 +10,7 @@ from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
 from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.config.schema import RunConfig
-from prl.config.world import spans_nodes
+from prl.config.world import World
 
 SAMPLING = ("rl", "eval")  # jobs that take engines as they are
 TRANSPORTS = ("filesystem", "tcp")  # by which weights get into engines that know nothing of the run
@@ -27,7 +27,7 @@ def on_loopback(urls: tuple[str, ...]) -> list[str]:
     return [url for url in urls if urlsplit(url).hostname in LOOPBACK_HOSTS]
 
 
-def engines_elsewhere_belong_to_rl(config: RunConfig) -> Iterator[UserError]:
+def engines_elsewhere_belong_to_rl(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if not inference.urls:
         if config.job != "inference" and said_by_user(config, "inference.control_key_var"):
@@ -57,7 +57,7 @@ def engines_elsewhere_belong_to_rl(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
+def engines_elsewhere_can_be_told(config: RunConfig, world: World) -> Iterator[UserError]:
     """What a run cannot do with engines that it did not place."""
     inference = config.inference
     if not inference.urls or config.job not in SAMPLING:
@@ -79,7 +79,7 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
             else "a router's own address may stand among inference.urls",
             fix="inference.router.type=none inference.router.url=null",
         )
-    if on_loopback(inference.urls) and spans_nodes(config):
+    if on_loopback(inference.urls) and world.spans_nodes:
         yield UserError(
             "Other nodes do not reach an engine on loopback.",
             where=f"{where}={as_override(tuple(on_loopback(inference.urls)))}",
@@ -98,7 +98,7 @@ def engines_elsewhere_can_be_told(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def weights_reach_engines_elsewhere(config: RunConfig) -> Iterator[UserError]:
+def weights_reach_engines_elsewhere(config: RunConfig, world: World) -> Iterator[UserError]:
     kind = config.weight_transport.type
     if not config.inference.urls or config.job != "rl" or kind in TRANSPORTS:
         return
@@ -116,7 +116,7 @@ def weights_reach_engines_elsewhere(config: RunConfig) -> Iterator[UserError]:
     )
 
 
-def engines_elsewhere_keep_their_keys(config: RunConfig) -> Iterator[UserError]:
+def engines_elsewhere_keep_their_keys(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if inference.urls and config.job == "rl" and inference.control_key_var is None:
         yield UserError(

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
+from prl.config.world import World
 
 
-def offloads_exclude_each_other(config: RunConfig) -> Iterator[UserError]:
+def offloads_exclude_each_other(config: RunConfig, world: World) -> Iterator[UserError]:
     memory = config.memory_recipe
     if not memory.fsdp_cpu_offload:
         return
@@ -28,7 +29,7 @@ def offloads_exclude_each_other(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def the_host_steps_elementwise(config: RunConfig) -> Iterator[UserError]:
+def the_host_steps_elementwise(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.memory_recipe.optim_cpu_offload == "full" and config.optim.type == "muon":
         yield UserError(
             "Muon cannot step on the host.",
@@ -38,7 +39,7 @@ def the_host_steps_elementwise(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def ac_targets_exist(config: RunConfig) -> Iterator[UserError]:
+def ac_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
     known = config.model.card.ac_targets
     for target in config.memory_recipe.ac.targets:
         if target not in known:
@@ -50,7 +51,7 @@ def ac_targets_exist(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def ac_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+def ac_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
     ac = config.memory_recipe.ac
     if ac.freq > 1 and ac.mode != "full":
         yield UserError(
@@ -72,7 +73,7 @@ ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
-def lora_targets_exist(config: RunConfig) -> Iterator[UserError]:
+def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
     """Of our own models; what linears transformers' have is seen when they are built."""
     lora, card = config.memory_recipe.lora, config.model.card
     if not lora.rank:
@@ -92,7 +93,7 @@ def lora_targets_exist(config: RunConfig) -> Iterator[UserError]:
 GROUPED_ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes to which grouped GEMMs align rows
 
 
-def lora_fits_the_kernels(config: RunConfig) -> Iterator[UserError]:
+def lora_fits_the_kernels(config: RunConfig, world: World) -> Iterator[UserError]:
     lora = config.memory_recipe.lora
     if not lora.rank:
         return

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from prl.config.errors import UserError
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines
+from prl.config.world import World
 
 
-def card_is_complete(config: RunConfig) -> Iterator[UserError]:
+def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
     card = config.model.card
     if card.num_attention_heads % card.num_key_value_heads:
         yield UserError(
@@ -63,7 +63,7 @@ def card_is_complete(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def random_model_names_its_tokenizer(config: RunConfig) -> Iterator[UserError]:
+def random_model_names_its_tokenizer(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.model.path is None and config.model.tokenizer is None:
         yield UserError(
             "The model has neither a checkpoint nor a tokenizer.",
@@ -76,7 +76,7 @@ def random_model_names_its_tokenizer(config: RunConfig) -> Iterator[UserError]:
 BYTE_TOKENS = 262  # 256 bytes and six special tokens
 
 
-def vocabulary_holds_the_tokens(config: RunConfig) -> Iterator[UserError]:
+def vocabulary_holds_the_tokens(config: RunConfig, world: World) -> Iterator[UserError]:
     card = config.model.card
     if config.model.path is None and config.model.tokenizer == "byte" and card.vocab_size < BYTE_TOKENS:
         yield UserError(
@@ -87,7 +87,7 @@ def vocabulary_holds_the_tokens(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def stop_tokens_exist(config: RunConfig) -> Iterator[UserError]:
+def stop_tokens_exist(config: RunConfig, world: World) -> Iterator[UserError]:
     vocab, stops = config.model.card.vocab_size, config.inference.sampling.stop_token_ids
     if any(token >= vocab for token in stops):
         known = [token for token in stops if token < vocab]
@@ -99,7 +99,7 @@ def stop_tokens_exist(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def router_bias_has_a_router(config: RunConfig) -> Iterator[UserError]:
+def router_bias_has_a_router(config: RunConfig, world: World) -> Iterator[UserError]:
     rate, card = config.model.router_bias_update_rate, config.model.card
     if rate == 0:
         return
@@ -111,7 +111,7 @@ def router_bias_has_a_router(config: RunConfig) -> Iterator[UserError]:
             why="the model is dense",
             fix="model.router_bias_update_rate=0",
         )
-    elif has_engines(config):
+    elif world.has_engines:
         yield UserError(
             "The engines would choose other experts than the trainer.",
             where=where,
@@ -121,8 +121,8 @@ def router_bias_has_a_router(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def engine_knows_the_model(config: RunConfig) -> Iterator[UserError]:
-    if has_engines(config) and config.model.card.family == "other" and config.inference.engine == "torch":
+def engine_knows_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
+    if world.has_engines and config.model.card.family == "other" and config.inference.engine == "torch":
         yield UserError(
             f"The built-in engine cannot run {config.model.name}.",
             where="inference.engine=torch, model.card.family=other",
@@ -131,7 +131,7 @@ def engine_knows_the_model(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def attention_kernels_fit(config: RunConfig) -> Iterator[UserError]:
+def attention_kernels_fit(config: RunConfig, world: World) -> Iterator[UserError]:
     """Whether the package that holds them is installed is seen when they are activated."""
     model, parallelism = config.model, config.parallelism
     if model.attn.startswith("flash"):
@@ -158,7 +158,7 @@ def attention_kernels_fit(config: RunConfig) -> Iterator[UserError]:
 FP8_BLOCK = 128
 
 
-def fp8_fits_the_model(config: RunConfig) -> Iterator[UserError]:
+def fp8_fits_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
     """DeepGEMM's kernels; the emulated ones take any size and any dtype."""
     model = config.model
     if model.fp8 != "deep_gemm":

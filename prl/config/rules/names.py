@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
+from prl.config.world import World
 
 MAX_BYTES = 128  # directories add a time to it, logs a role
 UNFIT = re.compile(r"[/\\\x00-\x1f\x7f]|^[.-]|^$")
@@ -22,7 +23,7 @@ def as_file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).strip(".-")[:MAX_BYTES] or "unnamed"
 
 
-def names_stay_in_their_directory(config: RunConfig) -> Iterator[UserError]:
+def names_stay_in_their_directory(config: RunConfig, world: World) -> Iterator[UserError]:
     of_directories = {"name": config.name, "sweep": config.sweep}
     for key, name in of_directories.items():
         if name is not None and not is_file_name(name):

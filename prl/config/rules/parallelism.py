@@ -8,11 +8,11 @@ from prl.config.errors import UserError
 from prl.config.keys import as_override
 from prl.config.rules.rule import next_divisor
 from prl.config.schema import ParallelismConfig, RunConfig
-from prl.config.world import closest, divisors, requested_devices, resolve_world, spans_nodes
+from prl.config.world import World, closest, divisors
 
 
-def ep_divides_experts(config: RunConfig) -> Iterator[UserError]:
-    ep, card = resolve_world(config).ep, config.model.card
+def ep_divides_experts(config: RunConfig, world: World) -> Iterator[UserError]:
+    ep, card = world.mesh.ep, config.model.card
     if ep == 1:
         return
     if card.num_experts == 0:
@@ -27,25 +27,25 @@ def ep_divides_experts(config: RunConfig) -> Iterator[UserError]:
             f"{card.num_experts} experts cannot be spread evenly over {ep} ranks.",
             where=f"parallelism.ep={ep}, model.card.num_experts={card.num_experts}",
             why="ep must divide num_experts",
-            fix=f"parallelism.ep={fitting_ep(config)}",
+            fix=f"parallelism.ep={fitting_ep(config, world)}",
         )
 
 
-def ep_fits_the_fsdp_island(config: RunConfig) -> Iterator[UserError]:
-    world = resolve_world(config)
-    if world.ep > 1 and world.ep % world.cp:
+def ep_fits_the_fsdp_island(config: RunConfig, world: World) -> Iterator[UserError]:
+    mesh = world.mesh
+    if mesh.ep > 1 and mesh.ep % mesh.cp:
         yield UserError(
-            f"An expert group of {world.ep} ranks cannot hold whole context groups of {world.cp}.",
-            where=f"parallelism.ep={world.ep}, parallelism.cp={world.cp}",
+            f"An expert group of {mesh.ep} ranks cannot hold whole context groups of {mesh.cp}.",
+            where=f"parallelism.ep={mesh.ep}, parallelism.cp={mesh.cp}",
             why="ep spans cp and a part of dp_shard, so it must be a multiple of cp",
-            fix=f"parallelism.ep={fitting_ep(config)}",
+            fix=f"parallelism.ep={fitting_ep(config, world)}",
         )
-    elif world.fsdp_island % world.ep:
+    elif mesh.fsdp_island % mesh.ep:
         yield UserError(
-            f"An FSDP island of {world.fsdp_island} ranks cannot be cut into expert groups of {world.ep}.",
-            where=f"parallelism.ep={world.ep}, parallelism.dp_shard={world.dp_shard}, parallelism.cp={world.cp}",
+            f"An FSDP island of {mesh.fsdp_island} ranks cannot be cut into expert groups of {mesh.ep}.",
+            where=f"parallelism.ep={mesh.ep}, parallelism.dp_shard={mesh.dp_shard}, parallelism.cp={mesh.cp}",
             why="ep must divide dp_shard * cp",
-            fix=f"parallelism.ep={fitting_ep(config)}"
+            fix=f"parallelism.ep={fitting_ep(config, world)}"
             + (
                 ""
                 if config.deployment.type == "multi_node"
@@ -54,25 +54,25 @@ def ep_fits_the_fsdp_island(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def fitting_ep(config: RunConfig) -> int:
+def fitting_ep(config: RunConfig, world: World) -> int:
     """The size of expert groups next to the one asked for that divides the experts, holds whole context groups and,
     where the devices are given, fills the FSDP island.
     """
-    world, devices = resolve_world(config), requested_devices(config)
+    mesh, devices = world.mesh, world.train_devices
     fixed = devices is not None or config.parallelism.dp_shard != "auto"
     fits = [
         ep
         for ep in divisors(config.model.card.num_experts)
-        if ep % world.cp == 0 and (not fixed or world.fsdp_island % ep == 0)
+        if ep % mesh.cp == 0 and (not fixed or mesh.fsdp_island % ep == 0)
     ]
-    return closest(world.ep, fits) if fits else 1
+    return closest(mesh.ep, fits) if fits else 1
 
 
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128)  # expert groups for which every DeepEP 1.x has kernel settings
 
 
-def deepep_fits_the_mesh(config: RunConfig) -> Iterator[UserError]:
-    parallelism, ep = config.parallelism, resolve_world(config).ep
+def deepep_fits_the_mesh(config: RunConfig, world: World) -> Iterator[UserError]:
+    parallelism, ep = config.parallelism, world.mesh.ep
     if parallelism.ep_comm_backend != "deepep":
         return
     if ep == 1:
@@ -98,7 +98,7 @@ def deepep_fits_the_mesh(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def deepep_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+def deepep_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
     parallelism, usual = config.parallelism, ParallelismConfig()
     if parallelism.ep_comm_backend == "deepep":
         return
@@ -113,8 +113,8 @@ def deepep_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def pieces_travel(config: RunConfig) -> Iterator[UserError]:
-    parallelism, ep = config.parallelism, resolve_world(config).ep
+def pieces_travel(config: RunConfig, world: World) -> Iterator[UserError]:
+    parallelism, ep = config.parallelism, world.mesh.ep
     if parallelism.ep_pieces > 1 and (ep == 1 or parallelism.ep_comm_backend == "deepep"):
         yield UserError(
             f"Tokens cannot travel in {parallelism.ep_pieces} pieces.",
@@ -127,7 +127,7 @@ def pieces_travel(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def deepep_can_run(config: RunConfig) -> Iterator[UserError]:
+def deepep_can_run(config: RunConfig, world: World) -> Iterator[UserError]:
     """Whether it is installed is asked where the job starts: the machine that plans it may have no GPU."""
     if config.parallelism.ep_comm_backend != "deepep":
         return
@@ -147,7 +147,7 @@ def deepep_can_run(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def ulysses_divides_heads(config: RunConfig) -> Iterator[UserError]:
+def ulysses_divides_heads(config: RunConfig, world: World) -> Iterator[UserError]:
     cp, card = config.parallelism.cp, config.model.card
     if cp > 1 and config.parallelism.cp_style == "ulysses" and card.num_attention_heads % cp:
         rows = "" if config.seq_len % (2 * cp) == 0 else f" seq_len={-(-config.seq_len // (2 * cp)) * 2 * cp}"
@@ -160,7 +160,7 @@ def ulysses_divides_heads(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def model_knows_cp_style(config: RunConfig) -> Iterator[UserError]:
+def model_knows_cp_style(config: RunConfig, world: World) -> Iterator[UserError]:
     style, known = config.parallelism.cp_style, config.model.card.cp_styles
     if config.parallelism.cp > 1 and style not in known:
         yield UserError(
@@ -171,7 +171,7 @@ def model_knows_cp_style(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def cp_divides_rows(config: RunConfig) -> Iterator[UserError]:
+def cp_divides_rows(config: RunConfig, world: World) -> Iterator[UserError]:
     cp = config.parallelism.cp
     spread = config.parallelism.cp_style == "ring" or config.model.card.num_attention_heads % cp == 0
     if cp > 1 and spread and config.seq_len % (2 * cp):
@@ -183,9 +183,9 @@ def cp_divides_rows(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def cp_stays_in_a_node(config: RunConfig) -> Iterator[UserError]:
+def cp_stays_in_a_node(config: RunConfig, world: World) -> Iterator[UserError]:
     cp, per_node = config.parallelism.cp, config.deployment.gpus_per_node
-    if cp > per_node and spans_nodes(config) and not config.parallelism.allow_cp_across_nodes:
+    if cp > per_node and world.spans_nodes and not config.parallelism.allow_cp_across_nodes:
         yield UserError(
             f"A context group of {cp} ranks does not fit one node.",
             where=f"parallelism.cp={cp}, deployment.gpus_per_node={per_node}",
@@ -204,24 +204,24 @@ def name_of_devices(config: RunConfig) -> str:
     )
 
 
-def mesh_fills_the_devices(config: RunConfig) -> Iterator[UserError]:
-    world, devices = resolve_world(config), requested_devices(config)
-    if devices is not None and world.size != devices:
+def mesh_fills_the_devices(config: RunConfig, world: World) -> Iterator[UserError]:
+    mesh, devices = world.mesh, world.train_devices
+    if devices is not None and mesh.size != devices:
         fix = "parallelism.dp_shard=auto"
-        if devices % (world.dp_replicate * world.cp):
+        if devices % (mesh.dp_replicate * mesh.cp):
             several = config.deployment.type == "multi_node"
             fix = "parallelism=single parallelism.dp_shard=auto" if several else "deployment.num_train_gpus=auto"
         yield UserError(
-            f"The mesh has {world.size} ranks, and the deployment has {devices} training devices.",
-            where=f"{name_of_devices(config)}, parallelism.dp_replicate={world.dp_replicate}, "
-            f"parallelism.dp_shard={config.parallelism.dp_shard}, parallelism.cp={world.cp}",
+            f"The mesh has {mesh.size} ranks, and the deployment has {devices} training devices.",
+            where=f"{name_of_devices(config)}, parallelism.dp_replicate={mesh.dp_replicate}, "
+            f"parallelism.dp_shard={config.parallelism.dp_shard}, parallelism.cp={mesh.cp}",
             why="dp_replicate * dp_shard * cp must equal the number of training devices",
             fix=fix,
         )
 
 
-def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
-    model, memory, world = config.model, config.memory_recipe, resolve_world(config)
+def custom_code_is_there(config: RunConfig, world: World) -> Iterator[UserError]:
+    model, memory, mesh = config.model, config.memory_recipe, world.mesh
     if model.impl != "hf" and model.card.family != "other":
         return
     if model.impl == "custom":
@@ -232,8 +232,8 @@ def custom_code_is_there(config: RunConfig) -> Iterator[UserError]:
             fix="model.impl=hf",
         )
     for broken, where, fix in (
-        (world.ep > 1, f"parallelism.ep={world.ep}", "parallelism.ep=1"),
-        (world.cp > 1, f"parallelism.cp={world.cp}", "parallelism.cp=1"),
+        (mesh.ep > 1, f"parallelism.ep={mesh.ep}", "parallelism.ep=1"),
+        (mesh.cp > 1, f"parallelism.cp={mesh.cp}", "parallelism.cp=1"),
         (memory.ac.mode == "selective", "memory_recipe.ac.mode=selective", "memory_recipe.ac.mode=full"),
         (memory.compile, "memory_recipe.compile=true", "memory_recipe.compile=false"),
         (model.fp8 != "none", f"model.fp8={model.fp8}", "model.fp8=none"),

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from prl.config.engines import most_on_a_node
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_router, infer_devices, resolve_world, spans_nodes
+from prl.config.world import World
 
 LAST_PORT = 65535
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def there_is_an_engine(config: RunConfig) -> Iterator[UserError]:
+def there_is_an_engine(config: RunConfig, world: World) -> Iterator[UserError]:
     deployment = config.deployment
-    if not has_engines(config):
+    if not world.has_engines:
         return
     if deployment.num_infer_gpus == 0 or (deployment.type == "multi_node" and deployment.num_infer_nodes == 0):
         yield UserError(
@@ -26,33 +26,33 @@ def there_is_an_engine(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def colocated_engines_have_a_trainer(config: RunConfig) -> Iterator[UserError]:
-    world, engines = resolve_world(config).size, config.deployment.num_infer_gpus
-    if config.deployment.type == "colocated" and engines > world:
+def colocated_engines_have_a_trainer(config: RunConfig, world: World) -> Iterator[UserError]:
+    ranks, engines = world.ranks, config.deployment.num_infer_gpus
+    if config.deployment.type == "colocated" and engines > ranks:
         yield UserError(
-            f"{engines} engines cannot share the devices of {world} trainer ranks.",
+            f"{engines} engines cannot share the devices of {ranks} trainer ranks.",
             where=f"deployment.num_infer_gpus={engines}",
             why="colocated engines take turns with the trainer on its own devices",
-            fix=f"deployment.num_infer_gpus={world}, or parallelism.dp_shard={engines}",
+            fix=f"deployment.num_infer_gpus={ranks}, or parallelism.dp_shard={engines}",
         )
 
 
-def every_server_has_a_port(config: RunConfig) -> Iterator[UserError]:
+def every_server_has_a_port(config: RunConfig, world: World) -> Iterator[UserError]:
     """Servers of one node count up from inference.port."""
     port = config.inference.port
-    if port == 0 or not has_engines(config) or has_router(config):
+    if port == 0 or not world.has_engines or world.has_router:
         return
-    most = most_on_a_node(config)
+    most = most_on_a_node(config, world)
     if port + most - 1 > LAST_PORT:
         yield UserError(
             f"{most} engines on one node do not find a port each from {port} on.",
-            where=f"inference.port={port}, {infer_devices(config)} inference devices, tp={config.inference.tp}",
+            where=f"inference.port={port}, {world.infer_devices} inference devices, tp={config.inference.tp}",
             why=f"they count up from inference.port, and the last port is {LAST_PORT}",
             fix=f"inference.port={LAST_PORT - most + 1}, or inference.port=0",
         )
 
 
-def there_is_an_env(config: RunConfig) -> Iterator[UserError]:
+def there_is_an_env(config: RunConfig, world: World) -> Iterator[UserError]:
     if not config.env.mix:
         yield UserError(
             "There is no environment to learn from.",
@@ -62,7 +62,7 @@ def there_is_an_env(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def env_id_has_its_env(config: RunConfig) -> Iterator[UserError]:
+def env_id_has_its_env(config: RunConfig, world: World) -> Iterator[UserError]:
     env = config.env
     if any(source.id == "verifiers" and not source.args.get("id") for source in env.mix.values()):
         yield UserError(
@@ -80,7 +80,7 @@ def env_id_has_its_env(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def groups_fill_the_batch(config: RunConfig) -> Iterator[UserError]:
+def groups_fill_the_batch(config: RunConfig, world: World) -> Iterator[UserError]:
     algo = config.algo
     if algo.batch_size % algo.group_size:
         smaller = max(algo.group_size, algo.batch_size // algo.group_size * algo.group_size)
@@ -99,7 +99,7 @@ def groups_fill_the_batch(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def lengths_nest(config: RunConfig) -> Iterator[UserError]:
+def lengths_nest(config: RunConfig, world: World) -> Iterator[UserError]:
     inference, card = config.inference, config.model.card
     max_len, max_tokens = inference.max_model_len, inference.sampling.max_tokens
     if max_tokens >= max_len:
@@ -118,7 +118,7 @@ def lengths_nest(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def a_rollout_fits_a_row(config: RunConfig) -> Iterator[UserError]:
+def a_rollout_fits_a_row(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.seq_len < config.inference.max_model_len:
         yield UserError(
             f"A rollout of {config.inference.max_model_len} tokens does not fit a packed row of {config.seq_len}.",
@@ -128,7 +128,7 @@ def a_rollout_fits_a_row(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def overlong_buffer_fits(config: RunConfig) -> Iterator[UserError]:
+def overlong_buffer_fits(config: RunConfig, world: World) -> Iterator[UserError]:
     algo, max_tokens = config.algo, config.inference.sampling.max_tokens
     if algo.length_rule == "dapo_overlong" and not 0 < algo.overlong_buffer <= max_tokens:
         yield UserError(
@@ -139,7 +139,7 @@ def overlong_buffer_fits(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def pass_at_k_needs_sampling(config: RunConfig) -> Iterator[UserError]:
+def pass_at_k_needs_sampling(config: RunConfig, world: World) -> Iterator[UserError]:
     sampling = config.eval.sampling(config.inference.sampling)
     if config.eval.k > 1 and sampling.only_the_best:
         yield UserError(
@@ -151,7 +151,7 @@ def pass_at_k_needs_sampling(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def sampling_leaves_a_choice(config: RunConfig) -> Iterator[UserError]:
+def sampling_leaves_a_choice(config: RunConfig, world: World) -> Iterator[UserError]:
     sampling = config.inference.sampling
     if sampling.only_the_best:
         yield UserError(
@@ -164,7 +164,7 @@ def sampling_leaves_a_choice(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def experts_to_return(config: RunConfig) -> Iterator[UserError]:
+def experts_to_return(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.inference.return_routed_experts and config.model.card.num_experts == 0:
         yield UserError(
             f"{config.model.name} has no routed experts to return.",
@@ -174,7 +174,7 @@ def experts_to_return(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def device_transports_need_their_gpus(config: RunConfig) -> Iterator[UserError]:
+def device_transports_need_their_gpus(config: RunConfig, world: World) -> Iterator[UserError]:
     """NCCL has one rank on each GPU; CUDA IPC reaches only who is on the same one."""
     deployment, transport = config.deployment, config.weight_transport.type
     colocated = deployment.type == "colocated"
@@ -193,16 +193,16 @@ def device_transports_need_their_gpus(config: RunConfig) -> Iterator[UserError]:
             why="NCCL refuses two ranks on one GPU" if colocated else "trainer and engines share no GPU",
             fix=f"weight_transport={'ipc' if colocated else 'nccl'}",
         )
-    elif colocated and resolve_world(config).size < deployment.num_infer_gpus:
+    elif colocated and world.ranks < deployment.num_infer_gpus:
         yield UserError(
             "Some engines have no trainer rank on their GPU.",
             where=f"weight_transport.type=ipc, deployment.num_infer_gpus={deployment.num_infer_gpus}",
-            why=f"the trainer has {resolve_world(config).size} ranks, and each serves the engine on its own GPU",
+            why=f"the trainer has {world.ranks} ranks, and each serves the engine on its own GPU",
             fix="weight_transport=shared_memory, or more trainer ranks",
         )
 
 
-def adapters_travel_alone(config: RunConfig) -> Iterator[UserError]:
+def adapters_travel_alone(config: RunConfig, world: World) -> Iterator[UserError]:
     """weight_transport=lora: there are adapters, and an engine that loads them."""
     lora = config.memory_recipe.lora
     if config.weight_transport.type != "lora":
@@ -226,9 +226,9 @@ def adapters_travel_alone(config: RunConfig) -> Iterator[UserError]:
             yield UserError(what, where=f"weight_transport.type=lora, {where}", why=why, fix=fix)
 
 
-def shared_memory_needs_one_node(config: RunConfig) -> Iterator[UserError]:
+def shared_memory_needs_one_node(config: RunConfig, world: World) -> Iterator[UserError]:
     deployment = config.deployment
-    if config.weight_transport.type == "shared_memory" and spans_nodes(config):
+    if config.weight_transport.type == "shared_memory" and world.spans_nodes:
         yield UserError(
             "Shared memory does not reach another node.",
             where=f"weight_transport.type=shared_memory, deployment.type={deployment.type}, "

@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.schema import RouterConfig, RunConfig
-from prl.config.world import samples
+from prl.config.world import World
 
 POLICY_KEYS = ("policy", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold")
 
 
-def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+def router_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
     router, usual = config.inference.router, RouterConfig()
     if router.type in ("none", "url"):
         for key in POLICY_KEYS:
@@ -33,7 +33,7 @@ def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
                     why="taking turns looks at neither caches nor load",
                     fix=f"inference.router.policy=cache_aware, or inference.router.{key}={getattr(usual, key)}",
                 )
-    unserved = not samples(config) or (config.bench is not None and config.bench.target == "inference")
+    unserved = not world.samples or (config.bench is not None and config.bench.target == "inference")
     if router.type != "none" and (unserved or (router.type == "url" and config.job == "inference")):
         yield UserError(
             "Nobody would send anything to the router.",
@@ -43,7 +43,7 @@ def router_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def router_has_its_url(config: RunConfig) -> Iterator[UserError]:
+def router_has_its_url(config: RunConfig, world: World) -> Iterator[UserError]:
     router = config.inference.router
     if router.type != "url":
         if said_by_user(config, "inference.router.url"):
@@ -62,7 +62,7 @@ def router_has_its_url(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def router_does_not_separate_prefill(config: RunConfig) -> Iterator[UserError]:
+def router_does_not_separate_prefill(config: RunConfig, world: World) -> Iterator[UserError]:
     router, prefill = config.inference.router, config.inference.pd.num_prefill_gpus
     if router.type in ("auto", "vllm_router") and prefill:
         yield UserError(
@@ -73,7 +73,7 @@ def router_does_not_separate_prefill(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def router_keeps_strangers_out(config: RunConfig) -> Iterator[UserError]:
+def router_keeps_strangers_out(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if inference.router.type == "vllm_router" and config.job == "inference" and inference.api_key_var is None:
         yield UserError(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import closest, divisors
+from prl.config.world import World, closest, divisors
 
-Rule = Callable[[RunConfig], Iterator[UserError]]
+Rule = Callable[[RunConfig, World], Iterator[UserError]]
 
 
 def next_divisor(wanted: int, number: int) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
+from prl.config.world import World
 
 
-def sft_follows_the_run(config: RunConfig) -> Iterator[UserError]:
+def sft_follows_the_run(config: RunConfig, world: World) -> Iterator[UserError]:
     if config.sft is None:
         yield UserError(
             "There is nothing to fine-tune on.", where="sft=null", why="the job needs data", fix="data=reverse_text"

@@ -9,6 +9,7 @@ from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept
 from prl.config.errors import UserError
 from prl.config.keys import as_override
 from prl.config.schema import Group, InferenceConfig, RunConfig
+from prl.config.world import World
 
 # arguments of `vllm serve` that have a key of their own, and that key
 OWN_KEYS = {
@@ -49,7 +50,7 @@ OF_VLLM = (
 )
 
 
-def vllm_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
+def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if inference.engine == "vllm":
         return
@@ -73,7 +74,7 @@ def vllm_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def sleeping_fits_the_engine(config: RunConfig) -> Iterator[UserError]:
+def sleeping_fits_the_engine(config: RunConfig, world: World) -> Iterator[UserError]:
     colocated = config.deployment.type == "colocated"  # others never sleep
     if colocated and config.inference.sleep_level == 0 and config.inference.engine != "vllm":
         yield UserError(
@@ -83,7 +84,7 @@ def sleeping_fits_the_engine(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def routed_experts_are_cached(config: RunConfig) -> Iterator[UserError]:
+def routed_experts_are_cached(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if inference.engine == "vllm" and inference.return_routed_experts and not inference.prefix_caching:
         yield UserError(
@@ -94,7 +95,7 @@ def routed_experts_are_cached(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def vllm_says_what_it_kept(config: RunConfig) -> Iterator[UserError]:
+def vllm_says_what_it_kept(config: RunConfig, world: World) -> Iterator[UserError]:
     """Training under truncated sampling: vLLM names at most so many of the tokens that could be drawn."""
     inference, sampling = config.inference, config.inference.sampling
     if inference.engine != "vllm" or not learns_truncated(config):
@@ -109,7 +110,7 @@ def vllm_says_what_it_kept(config: RunConfig) -> Iterator[UserError]:
             "eval.top_p and eval.min_p for evaluations, inference.sampling.top_p=1 inference.sampling.min_p=0",
         )
         return
-    for group in engine_groups(config):
+    for group in engine_groups(config, world):
         allowed = vllm_arguments_of(config, group.kind).get("max_logprobs", -1)
         needed = logprobs_of_kept(config)
         own = "max_logprobs" in group.own.vllm
@@ -123,7 +124,7 @@ def vllm_says_what_it_kept(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def vllm_arguments_are_free(config: RunConfig) -> Iterator[UserError]:
+def vllm_arguments_are_free(config: RunConfig, world: World) -> Iterator[UserError]:
     pd = config.inference.pd
     groups = {"": config.inference.vllm, "pd.prefill.": pd.prefill.vllm, "pd.decode.": pd.decode.vllm}
     for where, name in ((where, name) for where, arguments in groups.items() for name in arguments):

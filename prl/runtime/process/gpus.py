@@ -37,7 +37,7 @@ def refuse_too_few_gpus(plan: RunPlan) -> None:
         enough = deployment.device != "cuda" or not several
     if enough:
         return
-    turns = devices_taking_turns(plan.config)
+    turns = devices_taking_turns(plan)
     fixes = ["hydra/launcher=slurm, a smaller layout such as parallelism=single, or deployment.device=cpu"]
     if turns is not None and turns <= found:
         fixes.insert(0, "deployment=colocated (trainer and engines take turns on the same GPUs)")
