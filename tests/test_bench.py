@@ -135,6 +135,7 @@ def test_stack(tmp_path):
         (["bench.target=transformers", "model.fp8=emulated"], "model.fp8=none"),
         (["bench.target=transformers", "bench.random_weights=false"], "bench.random_weights=true"),
         (["bench.target=stack", "algo.group_size=1"], "algo.group_size=8"),
+        (["bench.target=inference", "deployment=colocated"], "deployment=disaggregated"),
     ],
     ids=" ".join,
 )

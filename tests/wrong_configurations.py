@@ -181,5 +181,6 @@ SFT = {
 INFERENCE = {
     "inference.port=65536": "65535",
     "deployment.num_train_gpus=4": "nobody trains",
+    "deployment=colocated": "no trainer to take turns with",
     "inference.router.type=url inference.router.url=http://a:1": "Nobody would send",
 }

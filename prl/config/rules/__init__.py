@@ -35,6 +35,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     model.engine_knows_the_model,
     deployment.gpus_suffice,
     deployment.gpu_ids_fit,
+    deployment.nobody_takes_turns,
     deployment.sbatch_lines_are_options,
     bench.there_is_a_benchmark,
     effects.keys_take_effect,
@@ -103,7 +104,6 @@ RL_RULES: tuple[Rule, ...] = (
 )
 SFT_RULES: tuple[Rule, ...] = (sft.sft_follows_the_run,)
 EVAL_RULES: tuple[Rule, ...] = (
-    evaluation.nobody_takes_turns,
     evaluation.one_policy_is_meant,
     rl.there_is_an_env,
     rl.env_id_has_its_env,

@@ -62,6 +62,16 @@ def gpu_ids_fit(config: RunConfig, world: World) -> Iterator[UserError]:
         )
 
 
+def nobody_takes_turns(config: RunConfig, world: World) -> Iterator[UserError]:
+    if config.deployment.type == "colocated" and world.samples and not world.has_trainers:
+        yield UserError(
+            "There is no trainer to take turns with.",
+            where="deployment.type=colocated, " + ("bench.target=inference" if config.bench else f"job={config.job}"),
+            why="this job has engines alone",
+            fix="deployment=disaggregated",
+        )
+
+
 def fsdp_groups_need_nodes(config: RunConfig, world: World) -> Iterator[UserError]:
     deployment = config.deployment
     group = deployment.nodes_per_fsdp_group

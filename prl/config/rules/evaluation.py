@@ -11,16 +11,6 @@ from prl.config.schema import RunConfig
 from prl.config.world import World
 
 
-def nobody_takes_turns(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.deployment.type == "colocated":
-        yield UserError(
-            "There is no trainer to take turns with.",
-            where="deployment.type=colocated, job=eval",
-            why="an evaluation has engines alone",
-            fix="deployment=disaggregated",
-        )
-
-
 def one_policy_is_meant(config: RunConfig, world: World) -> Iterator[UserError]:
     """Engines that run already have weights, and keep them."""
     inference, evaluation = config.inference, config.eval
