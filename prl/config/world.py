@@ -50,6 +50,9 @@ class World:
     train_devices: int | None  # that the deployment gives the trainer; None: as many as the mesh needs
     infer_devices: int  # of all engines together, were there any
     spans_nodes: bool  # roles sit on more than one node
+    takes_turns: bool  # engines sleep while the trainer works, on the devices of both
+    # the engine's share of each GPU where it goes on beside a trainer; None: it is alone or takes turns
+    overlapping_part: float | None
     # on the only node, in the order of its processes; () where there are several
     infer_gpu_ids: tuple[int, ...]
     train_gpu_ids: tuple[int, ...]
@@ -80,6 +83,7 @@ def world_of(config: RunConfig) -> World:
     mesh = _mesh(config, train_devices)
     engine_devices, ranks = infer_devices if has_engines else 0, mesh.size if has_trainers else 0
     spans_nodes = _spans_nodes(config, engine_devices + ranks)
+    on_the_same = has_engines and has_trainers and deployment.type == "colocated"
     infer, train = ((), ()) if spans_nodes else _gpu_ids(config, engine_devices, ranks)
     return World(
         samples=samples,
@@ -90,9 +94,16 @@ def world_of(config: RunConfig) -> World:
         train_devices=train_devices,
         infer_devices=infer_devices,
         spans_nodes=spans_nodes,
+        takes_turns=takes_turns(config),
+        overlapping_part=deployment.infer_memory_fraction if on_the_same else None,
         infer_gpu_ids=infer,
         train_gpu_ids=train,
     )
+
+
+def takes_turns(config: RunConfig) -> bool:
+    """Whether engines sleep while the trainer works, on the devices of both."""
+    return config.deployment.type == "colocated" and config.deployment.infer_memory_fraction is None
 
 
 def _train_devices(config: RunConfig) -> int | None:
@@ -115,7 +126,7 @@ def _spans_nodes(config: RunConfig, devices: int) -> bool:
 
 def _gpu_ids(config: RunConfig, engines: int, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Devices of engines and of trainer ranks on a run's only node. What is not named takes the lowest devices: of
-    those that are left, or the trainer's own where engines take turns with it.
+    those that are left, or the trainer's own where engines share them.
     """
     deployment = config.deployment
     infer, train = deployment.infer_gpu_ids, deployment.train_gpu_ids

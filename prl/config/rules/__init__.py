@@ -36,6 +36,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     deployment.gpus_suffice,
     deployment.gpu_ids_fit,
     deployment.nobody_takes_turns,
+    deployment.overlapping_engines_fit,
     deployment.sbatch_lines_are_options,
     bench.there_is_a_benchmark,
     effects.keys_take_effect,

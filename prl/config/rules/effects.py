@@ -61,14 +61,19 @@ def _deployment(config: RunConfig, world: World) -> Iterator[Idle]:
         yield Idle(
             keys, kind, "devices are counted one by one: num_train_gpus and num_infer_gpus", "deployment=multi_node"
         )
+    if config.deployment.type != "colocated":
+        why = "engines and trainer share no GPU"
+        yield Idle(("deployment.infer_memory_fraction",), kind, why, "deployment=colocated")
     if world.spans_nodes:
         keys = ("deployment.infer_gpu_ids", "deployment.train_gpu_ids")
         yield Idle(keys, kind, "nodes are filled one after another, each from its first device on")
     if not world.has_trainers:
         keys = ("deployment.num_train_gpus", "deployment.num_train_nodes", "deployment.train_gpu_ids")
+        keys = (*keys, "deployment.infer_memory_fraction")
         yield Idle(keys, f"job={config.job}", "nobody trains in this job")
     if not world.has_engines:
         keys = ("deployment.num_infer_gpus", "deployment.num_infer_nodes", "deployment.infer_gpu_ids")
+        keys = (*keys, "deployment.infer_memory_fraction")
         if config.inference.urls:
             yield Idle(keys, "inference.urls", "engines that run already have devices of their own")
         else:
@@ -129,11 +134,11 @@ def _rl(config: RunConfig, world: World) -> Iterator[Idle]:
     elif config.job == "rl":
         yield Idle(("eval.run", "eval.step"), "job=rl", "a run evaluates itself", "python -m prl.eval")
     yield from _random_weights(config)
-    if world.samples and config.deployment.type != "colocated":
+    if world.samples and not world.takes_turns:
         where = f"deployment.type={config.deployment.type}"
-        yield Idle(
-            ("inference.sleep_level",), where, "engines with devices of their own never sleep", "deployment=colocated"
-        )
+        if (part := config.deployment.infer_memory_fraction) is not None:
+            where += f", deployment.infer_memory_fraction={part:g}"
+        yield Idle(("inference.sleep_level",), where, "only engines that take turns sleep", "deployment=colocated")
     quantized = config.inference.quantization is not None or config.inference.engine != "vllm"
     if config.inference.deep_gemm and not quantized:
         yield Idle(

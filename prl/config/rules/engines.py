@@ -128,8 +128,8 @@ def prefill_and_decode_apart_fit(config: RunConfig, world: World) -> Iterator[Us
         return
     for wrong, what, where, why, fix in (
         (
-            config.deployment.type == "colocated",
-            "Colocated engines prefill and decode themselves.",
+            world.takes_turns,
+            "Engines that take turns with the trainer prefill and decode themselves.",
             "deployment.type=colocated",
             "KV that travels between engines would be lost when they sleep",
             "deployment=disaggregated, or inference.pd.num_prefill_gpus=0",

@@ -75,8 +75,7 @@ def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError
 
 
 def sleeping_fits_the_engine(config: RunConfig, world: World) -> Iterator[UserError]:
-    colocated = config.deployment.type == "colocated"  # others never sleep
-    if colocated and config.inference.sleep_level == 0 and config.inference.engine != "vllm":
+    if world.takes_turns and config.inference.sleep_level == 0 and config.inference.engine != "vllm":
         yield UserError(
             "The built-in engine hands its memory over when it sleeps.",
             where="inference.sleep_level=0, inference.engine=torch",
