@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.rules.rule import Refuse
 from prl.config.schema import MemoryConfig, RunConfig
 from prl.config.world import World
 
-
-def there_is_a_benchmark(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.job == "bench" and config.bench is None:
-        yield UserError(
-            "There is nothing to measure.",
-            where="job=bench, bench=null",
-            why="job is what the command says: python -m prl.bench",
-            fix="job=rl",
-        )
+there_is_a_benchmark = Refuse(
+    lambda c, w: c.job == "bench" and c.bench is None,
+    "There is nothing to measure.",
+    where="{job=}, {bench=}",
+    why="job is what the command says: python -m prl.bench",
+    fix="job=rl",
+)
 
 
 def documents_fit_the_row(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -43,16 +42,13 @@ def variable_lengths_have_one_maximum(config: RunConfig, world: World) -> Iterat
         )
 
 
-def transformers_has_one_device(config: RunConfig, world: World) -> Iterator[UserError]:
-    assert config.bench is not None
-    ranks = world.ranks
-    if config.bench.target == "transformers" and ranks > 1:
-        yield UserError(
-            f"Plain transformers does not train on {ranks} devices.",
-            where=f"bench.target=transformers, {ranks} trainer ranks",
-            why="the comparison is a plain training loop in one process",
-            fix="parallelism=single",
-        )
+transformers_has_one_device = Refuse(
+    lambda c, w: c.bench and c.bench.target == "transformers" and w.ranks > 1,
+    "Plain transformers does not train on {world.ranks} devices.",
+    where="{bench.target=}, {world.ranks} trainer ranks",
+    why="the comparison is a plain training loop in one process",
+    fix="parallelism=single",
+)
 
 
 def transformers_stays_plain(config: RunConfig, world: World) -> Iterator[UserError]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
+from prl.config.rules.rule import Refuse
 from prl.config.schema import ConcurrencyConfig, RunConfig
 from prl.config.world import World
 
@@ -27,14 +28,13 @@ def adaptive_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserE
             )
 
 
-def synchronous_runs_do_not_adapt(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.inference.concurrency.mode == "adaptive" and config.algo.max_off_policy_steps == 0:
-        yield UserError(
-            "A synchronous run cannot follow the engines' load.",
-            where=f"{KEY}.mode=adaptive, algo.max_off_policy_steps=0",
-            why="all rollouts of its step run together, so that the same seed gives the same bits",
-            fix=f"{KEY}.mode=fixed, or algo.max_off_policy_steps=1",
-        )
+synchronous_runs_do_not_adapt = Refuse(
+    lambda c, w: c.inference.concurrency.mode == "adaptive" and c.algo.max_off_policy_steps == 0,
+    "A synchronous run cannot follow the engines' load.",
+    where="{inference.concurrency.mode=}, {algo.max_off_policy_steps=}",
+    why="all rollouts of its step run together, so that the same seed gives the same bits",
+    fix="inference.concurrency.mode=fixed, or algo.max_off_policy_steps=1",
+)
 
 
 def adaptive_bounds_nest(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -59,11 +59,9 @@ def adaptive_bounds_nest(config: RunConfig, world: World) -> Iterator[UserError]
         )
 
 
-def adapting_needs_metrics(config: RunConfig, world: World) -> Iterator[UserError]:
-    inference = config.inference
-    if inference.concurrency.mode == "adaptive" and inference.vllm.get("disable_log_stats"):
-        yield UserError(
-            "Without its statistics vLLM does not say how full it is.",
-            where=f"{KEY}.mode=adaptive, inference.vllm.disable_log_stats=true",
-            fix="inference.vllm.disable_log_stats=false",
-        )
+adapting_needs_metrics = Refuse(
+    lambda c, w: c.inference.concurrency.mode == "adaptive" and c.inference.vllm.get("disable_log_stats"),
+    "Without its statistics vLLM does not say how full it is.",
+    where="{inference.concurrency.mode=}, inference.vllm.disable_log_stats=true",
+    fix="inference.vllm.disable_log_stats=false",
+)

@@ -7,24 +7,25 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.keys import as_override
-from prl.config.rules.rule import next_divisor
+from prl.config.rules.rule import Refuse, each_of, first_of, next_divisor
 from prl.config.schema import RunConfig
 from prl.config.world import World
 
-
-def gpus_suffice(config: RunConfig, world: World) -> Iterator[UserError]:
-    deployment = config.deployment
-    if deployment.device != "cuda" or deployment.type != "colocated":  # others go on to further nodes
-        return
-    train, infer = world.ranks, world.engine_devices
-    needed = max(train, infer)
-    if needed > deployment.gpus_per_node:
-        yield UserError(
-            f"{needed} GPUs are needed and a node has {deployment.gpus_per_node}.",
-            where=f"deployment.gpus_per_node={deployment.gpus_per_node}",
-            why=f"{train} for training and {infer} for inference, which share the GPUs of one node",
-            fix=f"deployment.gpus_per_node={needed}, deployment=disaggregated, or less, as with parallelism=single",
-        )
+gpus_suffice = Refuse(
+    # others go on to further nodes
+    lambda c, w: (
+        c.deployment.device == "cuda"
+        and c.deployment.type == "colocated"
+        and max(w.ranks, w.engine_devices) > c.deployment.gpus_per_node
+    ),
+    lambda c, w: f"{max(w.ranks, w.engine_devices)} GPUs are needed and a node has {c.deployment.gpus_per_node}.",
+    where="{deployment.gpus_per_node=}",
+    why="{world.ranks} for training and {world.engine_devices} for inference, which share the GPUs of one node",
+    fix=lambda c, w: (
+        f"deployment.gpus_per_node={max(w.ranks, w.engine_devices)}, "
+        "deployment=disaggregated, or less, as with parallelism=single"
+    ),
+)
 
 
 def gpu_ids_fit(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -62,67 +63,62 @@ def gpu_ids_fit(config: RunConfig, world: World) -> Iterator[UserError]:
         )
 
 
-def nobody_takes_turns(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.deployment.type == "colocated" and world.samples and not world.has_trainers:
-        yield UserError(
-            "There is no trainer to take turns with.",
-            where="deployment.type=colocated, " + ("bench.target=inference" if config.bench else f"job={config.job}"),
-            why="this job has engines alone",
-            fix="deployment=disaggregated",
-        )
+nobody_takes_turns = Refuse(
+    lambda c, w: c.deployment.type == "colocated" and w.samples and not w.has_trainers,
+    "There is no trainer to take turns with.",
+    where=lambda c, w: f"deployment.type=colocated, {'bench.target=inference' if c.bench else f'job={c.job}'}",
+    why="this job has engines alone",
+    fix="deployment=disaggregated",
+)
 
+overlapping_engines_fit = each_of(
+    Refuse(
+        lambda c, w: c.algo.max_off_policy_steps == 0,
+        "A synchronous run has nothing to overlap.",
+        where="{deployment.infer_memory_fraction=:g}, {algo.max_off_policy_steps=}",
+        why="its engines wait for the weights of each step before they generate the next",
+        fix="deployment.infer_memory_fraction=null, or algo.max_off_policy_steps=1",
+    ),
+    Refuse(
+        lambda c, w: "gpu_memory_utilization" in c.inference.vllm,
+        "The engine's part of a GPU is said twice.",
+        where="{deployment.infer_memory_fraction=:g}, "
+        "inference.vllm.gpu_memory_utilization={inference.vllm[gpu_memory_utilization]!s}",
+        why="the trainer must know it, too, and keep to what is left",
+        fix="deployment.infer_memory_fraction={inference.vllm[gpu_memory_utilization]!s} without "
+        "inference.vllm.gpu_memory_utilization",
+    ),
+    # engines that go on beside the trainer, on its GPUs
+    given=lambda c, w: c.deployment.type == "colocated" and not w.takes_turns,
+)
 
-def overlapping_engines_fit(config: RunConfig, world: World) -> Iterator[UserError]:
-    """Engines that go on beside the trainer, on its GPUs: deployment.infer_memory_fraction."""
-    part, inference = config.deployment.infer_memory_fraction, config.inference
-    if part is None or config.deployment.type != "colocated":
-        return
-    where = f"deployment.infer_memory_fraction={part:g}"
-    if config.algo.max_off_policy_steps == 0:
-        yield UserError(
-            "A synchronous run has nothing to overlap.",
-            where=f"{where}, algo.max_off_policy_steps=0",
-            why="its engines wait for the weights of each step before they generate the next",
-            fix="deployment.infer_memory_fraction=null, or algo.max_off_policy_steps=1",
-        )
-    if "gpu_memory_utilization" in inference.vllm:
-        said = inference.vllm["gpu_memory_utilization"]
-        yield UserError(
-            "The engine's part of a GPU is said twice.",
-            where=f"{where}, inference.vllm.gpu_memory_utilization={said}",
-            why="the trainer must know it, too, and keep to what is left",
-            fix=f"deployment.infer_memory_fraction={said} without inference.vllm.gpu_memory_utilization",
-        )
-
-
-def fsdp_groups_need_nodes(config: RunConfig, world: World) -> Iterator[UserError]:
-    deployment = config.deployment
-    group = deployment.nodes_per_fsdp_group
-    if group is None:
-        return
-    if deployment.type != "multi_node":
-        yield UserError(
-            "nodes_per_fsdp_group has no meaning on one node.",
-            where=f"deployment.nodes_per_fsdp_group={group}",
-            why="it cuts the training nodes into FSDP islands",
-            fix="deployment.nodes_per_fsdp_group=null",
-        )
-    elif deployment.num_train_nodes % group:
-        yield UserError(
-            f"{deployment.num_train_nodes} training nodes cannot be cut into islands of {group}.",
-            where=f"deployment.nodes_per_fsdp_group={group}",
-            why="it must divide num_train_nodes",
-            fix=f"deployment.nodes_per_fsdp_group={next_divisor(group, deployment.num_train_nodes)}",
-        )
-    elif config.parallelism.dp_replicate not in (1, deployment.num_train_nodes // group):
-        replicas = deployment.num_train_nodes // group
-        yield UserError(
-            f"The weights cannot have both {config.parallelism.dp_replicate} and {replicas} replicas.",
-            where=f"parallelism.dp_replicate={config.parallelism.dp_replicate}, "
-            f"deployment.nodes_per_fsdp_group={group}, deployment.num_train_nodes={deployment.num_train_nodes}",
-            why="nodes_per_fsdp_group sets dp_replicate to num_train_nodes / nodes_per_fsdp_group",
-            fix=f"parallelism.dp_replicate={replicas}, or deployment.nodes_per_fsdp_group=null",
-        )
+fsdp_groups_need_nodes = first_of(
+    Refuse(
+        lambda c, w: c.deployment.type != "multi_node",
+        "nodes_per_fsdp_group has no meaning on one node.",
+        where="{deployment.nodes_per_fsdp_group=}",
+        why="it cuts the training nodes into FSDP islands",
+        fix="deployment.nodes_per_fsdp_group=null",
+    ),
+    Refuse(
+        lambda c, w: c.deployment.num_train_nodes % (c.deployment.nodes_per_fsdp_group or 1),
+        "{deployment.num_train_nodes} training nodes cannot be cut into islands of {deployment.nodes_per_fsdp_group}.",
+        where="{deployment.nodes_per_fsdp_group=}",
+        why="it must divide num_train_nodes",
+        fix=lambda c, w: (
+            "deployment.nodes_per_fsdp_group="
+            f"{next_divisor(c.deployment.nodes_per_fsdp_group or 1, c.deployment.num_train_nodes)}"
+        ),
+    ),
+    Refuse(
+        lambda c, w: c.parallelism.dp_replicate not in (1, w.mesh.dp_replicate),
+        "The weights cannot have both {parallelism.dp_replicate} and {world.mesh.dp_replicate} replicas.",
+        where="{parallelism.dp_replicate=}, {deployment.nodes_per_fsdp_group=}, {deployment.num_train_nodes=}",
+        why="nodes_per_fsdp_group sets dp_replicate to num_train_nodes / nodes_per_fsdp_group",
+        fix="parallelism.dp_replicate={world.mesh.dp_replicate}, or deployment.nodes_per_fsdp_group=null",
+    ),
+    given=lambda c, w: c.deployment.nodes_per_fsdp_group is not None,
+)
 
 
 def sbatch_lines_are_options(config: RunConfig, world: World) -> Iterator[UserError]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from prl.config.engines import EngineGroup, engine_groups
 from prl.config.errors import UserError
+from prl.config.rules.rule import Refuse, first_of
 from prl.config.schema import RunConfig
 from prl.config.world import World
 
@@ -66,23 +67,23 @@ def _more_devices(config: RunConfig, world: World, width: int) -> str:
     return f"deployment.num_infer_gpus={-(-world.infer_devices // width) * width}"
 
 
-def ranks_are_served_apart_only_with_experts(config: RunConfig, world: World) -> Iterator[UserError]:
-    balancing = config.inference.dp_load_balancing
-    groups = engine_groups(config, world)
-    if balancing != "internal" and all(group.dp == 1 for group in groups):
-        yield UserError(
-            f"There is nothing to balance {balancing}ly.",
-            where=f"inference.dp_load_balancing={balancing}, inference.dp={config.inference.dp}",
-            why="it says who spreads requests over the data-parallel ranks of one engine",
-            fix="inference.dp_load_balancing=internal, or inference.dp=8",
-        )
-    elif balancing != "internal" and config.model.card.num_experts == 0:
-        yield UserError(
-            f"{config.model.name} is dense: its ranks have nothing in common.",
-            where=f"inference.dp_load_balancing={balancing}",
-            why="vLLM serves data-parallel ranks one by one only for mixtures of experts",
-            fix="inference.dp=1: engines of their own, side by side",
-        )
+ranks_are_served_apart_only_with_experts = first_of(
+    Refuse(
+        lambda c, w: all(group.dp == 1 for group in engine_groups(c, w)),
+        "There is nothing to balance {inference.dp_load_balancing}ly.",
+        where="{inference.dp_load_balancing=}, {inference.dp=}",
+        why="it says who spreads requests over the data-parallel ranks of one engine",
+        fix="inference.dp_load_balancing=internal, or inference.dp=8",
+    ),
+    Refuse(
+        lambda c, w: c.model.card.num_experts == 0,
+        "{model.name} is dense: its ranks have nothing in common.",
+        where="{inference.dp_load_balancing=}",
+        why="vLLM serves data-parallel ranks one by one only for mixtures of experts",
+        fix="inference.dp=1: engines of their own, side by side",
+    ),
+    given=lambda c, w: c.inference.dp_load_balancing != "internal",
+)
 
 
 def experts_can_be_spread(config: RunConfig, world: World) -> Iterator[UserError]:

@@ -9,6 +9,7 @@ from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
 from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.config.rules.rule import Refuse
 from prl.config.schema import RunConfig
 from prl.config.world import World
 
@@ -116,13 +117,11 @@ def weights_reach_engines_elsewhere(config: RunConfig, world: World) -> Iterator
     )
 
 
-def engines_elsewhere_keep_their_keys(config: RunConfig, world: World) -> Iterator[UserError]:
-    inference = config.inference
-    if inference.urls and config.job == "rl" and inference.control_key_var is None:
-        yield UserError(
-            "Nothing opens the engines' doors for weights.",
-            where="inference.urls, inference.control_key_var=null",
-            why="weights, pauses and leases want the control key, which python -m prl.inference prints and keeps in "
-            "RUN/control_key while it serves",
-            fix="inference.control_key_var=PRL_CONTROL_KEY, with export PRL_CONTROL_KEY=... before both commands",
-        )
+engines_elsewhere_keep_their_keys = Refuse(
+    lambda c, w: c.inference.urls and c.job == "rl" and c.inference.control_key_var is None,
+    "Nothing opens the engines' doors for weights.",
+    where="inference.urls, inference.control_key_var=null",
+    why="weights, pauses and leases want the control key, which python -m prl.inference prints and keeps in "
+    "RUN/control_key while it serves",
+    fix="inference.control_key_var=PRL_CONTROL_KEY, with export PRL_CONTROL_KEY=... before both commands",
+)

@@ -5,38 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.rules.rule import Refuse, each_of
 from prl.config.schema import RunConfig
 from prl.config.world import World
 
+offloads_exclude_each_other = each_of(
+    Refuse(
+        lambda c, w: c.memory_recipe.optim_cpu_offload,
+        "fsdp_cpu_offload and optim_cpu_offload are both on.",
+        where="{memory_recipe.fsdp_cpu_offload=}, {memory_recipe.optim_cpu_offload=!s}",
+        why="fsdp_cpu_offload already keeps the optimizer state on the host",
+        fix="memory_recipe.optim_cpu_offload=false",
+    ),
+    Refuse(
+        lambda c, w: c.optim.type == "muon",
+        "Muon cannot run with fsdp_cpu_offload.",
+        where="optim.type=muon, memory_recipe.fsdp_cpu_offload=true",
+        why="Muon orthogonalises whole matrices, which is far too slow on the host",
+        fix="memory_recipe.fsdp_cpu_offload=false memory_recipe.optim_cpu_offload=true",
+    ),
+    given=lambda c, w: c.memory_recipe.fsdp_cpu_offload,
+)
 
-def offloads_exclude_each_other(config: RunConfig, world: World) -> Iterator[UserError]:
-    memory = config.memory_recipe
-    if not memory.fsdp_cpu_offload:
-        return
-    if memory.optim_cpu_offload:
-        yield UserError(
-            "fsdp_cpu_offload and optim_cpu_offload are both on.",
-            where=f"memory_recipe.fsdp_cpu_offload=true, memory_recipe.optim_cpu_offload={memory.optim_cpu_offload}",
-            why="fsdp_cpu_offload already keeps the optimizer state on the host",
-            fix="memory_recipe.optim_cpu_offload=false",
-        )
-    if config.optim.type == "muon":
-        yield UserError(
-            "Muon cannot run with fsdp_cpu_offload.",
-            where="optim.type=muon, memory_recipe.fsdp_cpu_offload=true",
-            why="Muon orthogonalises whole matrices, which is far too slow on the host",
-            fix="memory_recipe.fsdp_cpu_offload=false memory_recipe.optim_cpu_offload=true",
-        )
-
-
-def the_host_steps_elementwise(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.memory_recipe.optim_cpu_offload == "full" and config.optim.type == "muon":
-        yield UserError(
-            "Muon cannot step on the host.",
-            where="optim.type=muon, memory_recipe.optim_cpu_offload=full",
-            why="the host holds each rank's shards, and Muon orthogonalises whole matrices",
-            fix="memory_recipe.optim_cpu_offload=true",
-        )
+the_host_steps_elementwise = Refuse(
+    lambda c, w: c.memory_recipe.optim_cpu_offload == "full" and c.optim.type == "muon",
+    "Muon cannot step on the host.",
+    where="optim.type=muon, memory_recipe.optim_cpu_offload=full",
+    why="the host holds each rank's shards, and Muon orthogonalises whole matrices",
+    fix="memory_recipe.optim_cpu_offload=true",
+)
 
 
 def ac_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -51,22 +48,22 @@ def ac_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
             )
 
 
-def ac_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
-    ac = config.memory_recipe.ac
-    if ac.freq > 1 and ac.mode != "full":
-        yield UserError(
-            f"No layers are counted for checkpointing every {ac.freq}.",
-            where=f"memory_recipe.ac.freq={ac.freq}, memory_recipe.ac.mode={ac.mode}",
-            why="freq belongs to mode full; selective checkpointing works in every layer",
-            fix="memory_recipe.ac.mode=full, or memory_recipe.ac.freq=1",
-        )
-    if ac.targets and ac.mode != "selective":
-        yield UserError(
-            f"Nothing is recomputed by target in mode {ac.mode}.",
-            where=f"memory_recipe.ac.targets=[{','.join(ac.targets)}], memory_recipe.ac.mode={ac.mode}",
-            why="targets belong to mode selective; full recomputes whole layers, none recomputes nothing",
-            fix="memory_recipe.ac.mode=selective, or memory_recipe.ac.targets=[]",
-        )
+ac_keys_take_effect = each_of(
+    Refuse(
+        lambda c, w: c.memory_recipe.ac.freq > 1 and c.memory_recipe.ac.mode != "full",
+        "No layers are counted for checkpointing every {memory_recipe.ac.freq}.",
+        where="{memory_recipe.ac.freq=}, {memory_recipe.ac.mode=}",
+        why="freq belongs to mode full; selective checkpointing works in every layer",
+        fix="memory_recipe.ac.mode=full, or memory_recipe.ac.freq=1",
+    ),
+    Refuse(
+        lambda c, w: c.memory_recipe.ac.targets and c.memory_recipe.ac.mode != "selective",
+        "Nothing is recomputed by target in mode {memory_recipe.ac.mode}.",
+        where="{memory_recipe.ac.targets=}, {memory_recipe.ac.mode=}",
+        why="targets belong to mode selective; full recomputes whole layers, none recomputes nothing",
+        fix="memory_recipe.ac.mode=selective, or memory_recipe.ac.targets=[]",
+    ),
+)
 
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
-from prl.config.rules.rule import next_divisor
+from prl.config.rules.rule import Refuse, first_of, next_divisor
 from prl.config.schema import RunConfig
 from prl.config.world import World
 
@@ -63,28 +63,25 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
         )
 
 
-def random_model_names_its_tokenizer(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.model.path is None and config.model.tokenizer is None:
-        yield UserError(
-            "The model has neither a checkpoint nor a tokenizer.",
-            where="model.path=null, model.tokenizer=null",
-            why="without a path there is no directory to take a tokenizer from",
-            fix="model.tokenizer=byte",
-        )
+random_model_names_its_tokenizer = Refuse(
+    lambda c, w: c.model.path is None and c.model.tokenizer is None,
+    "The model has neither a checkpoint nor a tokenizer.",
+    where="{model.path=}, {model.tokenizer=}",
+    why="without a path there is no directory to take a tokenizer from",
+    fix="model.tokenizer=byte",
+)
 
 
 BYTE_TOKENS = 262  # 256 bytes and six special tokens
 
 
-def vocabulary_holds_the_tokens(config: RunConfig, world: World) -> Iterator[UserError]:
-    card = config.model.card
-    if config.model.path is None and config.model.tokenizer == "byte" and card.vocab_size < BYTE_TOKENS:
-        yield UserError(
-            f"A vocabulary of {card.vocab_size} cannot hold the byte tokenizer's {BYTE_TOKENS} tokens.",
-            where=f"model.card.vocab_size={card.vocab_size}, model.tokenizer=byte",
-            why="each token has a row of the embedding",
-            fix=f"model.card.vocab_size={BYTE_TOKENS + 2}",
-        )
+vocabulary_holds_the_tokens = Refuse(
+    lambda c, w: c.model.path is None and c.model.tokenizer == "byte" and c.model.card.vocab_size < BYTE_TOKENS,
+    f"A vocabulary of {{model.card.vocab_size}} cannot hold the byte tokenizer's {BYTE_TOKENS} tokens.",
+    where="{model.card.vocab_size=}, {model.tokenizer=}",
+    why="each token has a row of the embedding",
+    fix=f"model.card.vocab_size={BYTE_TOKENS + 2}",
+)
 
 
 def stop_tokens_exist(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -99,36 +96,32 @@ def stop_tokens_exist(config: RunConfig, world: World) -> Iterator[UserError]:
         )
 
 
-def router_bias_has_a_router(config: RunConfig, world: World) -> Iterator[UserError]:
-    rate, card = config.model.router_bias_update_rate, config.model.card
-    if rate == 0:
-        return
-    where = f"model.router_bias_update_rate={rate}"
-    if card.num_experts == 0:
-        yield UserError(
-            f"{config.model.name} has no experts whose load could be balanced.",
-            where=where,
-            why="the model is dense",
-            fix="model.router_bias_update_rate=0",
-        )
-    elif world.has_engines:
-        yield UserError(
-            "The engines would choose other experts than the trainer.",
-            where=where,
-            why="the router's bias is no part of Hugging Face checkpoints, so engines sample without it; and where the "
-            "trainer replays their choice (inference.return_routed_experts) a bias decides nothing",
-            fix="model.router_bias_update_rate=0 (in a job of supervised fine-tuning it may be on)",
-        )
+router_bias_has_a_router = first_of(
+    Refuse(
+        lambda c, w: c.model.card.num_experts == 0,
+        "{model.name} has no experts whose load could be balanced.",
+        where="{model.router_bias_update_rate=}",
+        why="the model is dense",
+        fix="model.router_bias_update_rate=0",
+    ),
+    Refuse(
+        lambda c, w: w.has_engines,
+        "The engines would choose other experts than the trainer.",
+        where="{model.router_bias_update_rate=}",
+        why="the router's bias is no part of Hugging Face checkpoints, so engines sample without it; and where the "
+        "trainer replays their choice (inference.return_routed_experts) a bias decides nothing",
+        fix="model.router_bias_update_rate=0 (in a job of supervised fine-tuning it may be on)",
+    ),
+    given=lambda c, w: c.model.router_bias_update_rate > 0,
+)
 
-
-def engine_knows_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
-    if world.has_engines and config.model.card.family == "other" and config.inference.engine == "torch":
-        yield UserError(
-            f"The built-in engine cannot run {config.model.name}.",
-            where="inference.engine=torch, model.card.family=other",
-            why="it runs the models of prl/models; other families can be trained, but need another engine to sample",
-            fix="inference=vllm",
-        )
+engine_knows_the_model = Refuse(
+    lambda c, w: w.has_engines and c.model.card.family == "other" and c.inference.engine == "torch",
+    "The built-in engine cannot run {model.name}.",
+    where="{inference.engine=}, {model.card.family=}",
+    why="it runs the models of prl/models; other families can be trained, but need another engine to sample",
+    fix="inference=vllm",
+)
 
 
 def attention_kernels_fit(config: RunConfig, world: World) -> Iterator[UserError]:

@@ -6,29 +6,27 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.keys import as_override
-from prl.config.rules.rule import next_divisor
+from prl.config.rules.rule import Refuse, each_of, first_of, next_divisor
 from prl.config.schema import ParallelismConfig, RunConfig
 from prl.config.world import World, closest, divisors
 
-
-def ep_divides_experts(config: RunConfig, world: World) -> Iterator[UserError]:
-    ep, card = world.mesh.ep, config.model.card
-    if ep == 1:
-        return
-    if card.num_experts == 0:
-        yield UserError(
-            f"{config.model.name} has no experts to spread over {ep} ranks.",
-            where=f"parallelism.ep={ep}",
-            why="expert parallelism needs a mixture of experts",
-            fix="parallelism.ep=1, or a model with experts: model=tiny_qwen3_moe",
-        )
-    elif card.num_experts % ep:
-        yield UserError(
-            f"{card.num_experts} experts cannot be spread evenly over {ep} ranks.",
-            where=f"parallelism.ep={ep}, model.card.num_experts={card.num_experts}",
-            why="ep must divide num_experts",
-            fix=f"parallelism.ep={fitting_ep(config, world)}",
-        )
+ep_divides_experts = first_of(
+    Refuse(
+        lambda c, w: c.model.card.num_experts == 0,
+        "{model.name} has no experts to spread over {world.mesh.ep} ranks.",
+        where="parallelism.ep={world.mesh.ep}",
+        why="expert parallelism needs a mixture of experts",
+        fix="parallelism.ep=1, or a model with experts: model=tiny_qwen3_moe",
+    ),
+    Refuse(
+        lambda c, w: c.model.card.num_experts % w.mesh.ep,
+        "{model.card.num_experts} experts cannot be spread evenly over {world.mesh.ep} ranks.",
+        where="parallelism.ep={world.mesh.ep}, {model.card.num_experts=}",
+        why="ep must divide num_experts",
+        fix=lambda c, w: f"parallelism.ep={fitting_ep(c, w)}",
+    ),
+    given=lambda c, w: w.mesh.ep > 1,
+)
 
 
 def ep_fits_the_fsdp_island(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -71,31 +69,30 @@ def fitting_ep(config: RunConfig, world: World) -> int:
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128)  # expert groups for which every DeepEP 1.x has kernel settings
 
 
-def deepep_fits_the_mesh(config: RunConfig, world: World) -> Iterator[UserError]:
-    parallelism, ep = config.parallelism, world.mesh.ep
-    if parallelism.ep_comm_backend != "deepep":
-        return
-    if ep == 1:
-        yield UserError(
-            "There is nothing for DeepEP to carry.",
-            where="parallelism.ep_comm_backend=deepep, parallelism.ep=1",
-            why="with one rank in an expert group every expert is at hand",
-            fix="parallelism.ep_comm_backend=torch, or parallelism.ep=8",
-        )
-    elif ep not in DEEPEP_SIZES:
-        yield UserError(
-            f"DeepEP has no settings for expert groups of {ep} ranks.",
-            where=f"parallelism.ep={ep}",
-            why=f"its kernels are tuned for {', '.join(map(str, DEEPEP_SIZES))} ranks",
-            fix="parallelism.ep_comm_backend=torch",
-        )
-    if parallelism.deepep_num_sms % 2:
-        yield UserError(
-            f"DeepEP cannot use {parallelism.deepep_num_sms} multiprocessors.",
-            where=f"parallelism.deepep_num_sms={parallelism.deepep_num_sms}",
-            why="one half of them sends, the other receives, so the number must be even",
-            fix=f"parallelism.deepep_num_sms={parallelism.deepep_num_sms + 1}",
-        )
+deepep_fits_the_mesh = each_of(
+    Refuse(
+        lambda c, w: w.mesh.ep == 1,
+        "There is nothing for DeepEP to carry.",
+        where="parallelism.ep_comm_backend=deepep, parallelism.ep=1",
+        why="with one rank in an expert group every expert is at hand",
+        fix="parallelism.ep_comm_backend=torch, or parallelism.ep=8",
+    ),
+    Refuse(
+        lambda c, w: w.mesh.ep not in (1, *DEEPEP_SIZES),
+        "DeepEP has no settings for expert groups of {world.mesh.ep} ranks.",
+        where="parallelism.ep={world.mesh.ep}",
+        why=f"its kernels are tuned for {', '.join(map(str, DEEPEP_SIZES))} ranks",
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    Refuse(
+        lambda c, w: c.parallelism.deepep_num_sms % 2,
+        "DeepEP cannot use {parallelism.deepep_num_sms} multiprocessors.",
+        where="{parallelism.deepep_num_sms=}",
+        why="one half of them sends, the other receives, so the number must be even",
+        fix=lambda c, w: f"parallelism.deepep_num_sms={c.parallelism.deepep_num_sms + 1}",
+    ),
+    given=lambda c, w: c.parallelism.ep_comm_backend == "deepep",
+)
 
 
 def deepep_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -113,38 +110,36 @@ def deepep_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserErr
             )
 
 
-def pieces_travel(config: RunConfig, world: World) -> Iterator[UserError]:
-    parallelism, ep = config.parallelism, world.mesh.ep
-    if parallelism.ep_pieces > 1 and (ep == 1 or parallelism.ep_comm_backend == "deepep"):
-        yield UserError(
-            f"Tokens cannot travel in {parallelism.ep_pieces} pieces.",
-            where=f"parallelism.ep_pieces={parallelism.ep_pieces}, parallelism.ep={ep}, "
-            f"parallelism.ep_comm_backend={parallelism.ep_comm_backend}",
-            why="with one rank in an expert group they do not travel"
-            if ep == 1
-            else "DeepEP cuts by parallelism.deepep_token_chunk_size",
-            fix="parallelism.ep_pieces=1",
-        )
+pieces_travel = Refuse(
+    lambda c, w: c.parallelism.ep_pieces > 1 and (w.mesh.ep == 1 or c.parallelism.ep_comm_backend == "deepep"),
+    "Tokens cannot travel in {parallelism.ep_pieces} pieces.",
+    where="{parallelism.ep_pieces=}, parallelism.ep={world.mesh.ep}, {parallelism.ep_comm_backend=}",
+    why=lambda c, w: (
+        "with one rank in an expert group they do not travel"
+        if w.mesh.ep == 1
+        else "DeepEP cuts by parallelism.deepep_token_chunk_size"
+    ),
+    fix="parallelism.ep_pieces=1",
+)
 
-
-def deepep_can_run(config: RunConfig, world: World) -> Iterator[UserError]:
-    """Whether it is installed is asked where the job starts: the machine that plans it may have no GPU."""
-    if config.parallelism.ep_comm_backend != "deepep":
-        return
-    if config.deployment.device == "cpu":
-        yield UserError(
-            "DeepEP runs on GPUs only.",
-            where="parallelism.ep_comm_backend=deepep, deployment.device=cpu",
-            why="it is a set of CUDA kernels",
-            fix="parallelism.ep_comm_backend=torch",
-        )
-    if config.model.dtype != "bfloat16":
-        yield UserError(
-            f"DeepEP cannot carry {config.model.dtype}.",
-            where=f"parallelism.ep_comm_backend=deepep, model.dtype={config.model.dtype}",
-            why="its training kernels move rows of bfloat16",
-            fix="model.dtype=bfloat16, or parallelism.ep_comm_backend=torch",
-        )
+deepep_can_run = each_of(
+    Refuse(
+        lambda c, w: c.deployment.device == "cpu",
+        "DeepEP runs on GPUs only.",
+        where="parallelism.ep_comm_backend=deepep, deployment.device=cpu",
+        why="it is a set of CUDA kernels",
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    Refuse(
+        lambda c, w: c.model.dtype != "bfloat16",
+        "DeepEP cannot carry {model.dtype}.",
+        where="parallelism.ep_comm_backend=deepep, {model.dtype=}",
+        why="its training kernels move rows of bfloat16",
+        fix="model.dtype=bfloat16, or parallelism.ep_comm_backend=torch",
+    ),
+    # whether it is installed is asked where the job starts: the machine that plans it may have no GPU
+    given=lambda c, w: c.parallelism.ep_comm_backend == "deepep",
+)
 
 
 def ulysses_divides_heads(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -160,15 +155,15 @@ def ulysses_divides_heads(config: RunConfig, world: World) -> Iterator[UserError
         )
 
 
-def model_knows_cp_style(config: RunConfig, world: World) -> Iterator[UserError]:
-    style, known = config.parallelism.cp_style, config.model.card.cp_styles
-    if config.parallelism.cp > 1 and style not in known:
-        yield UserError(
-            f"{config.model.name} does not support context parallelism by {style}.",
-            where=f"parallelism.cp_style={style}",
-            why=f"its card allows: {', '.join(known) or 'none'}",
-            fix=f"parallelism.cp_style={known[0]}" if known else "parallelism.cp=1",
-        )
+model_knows_cp_style = Refuse(
+    lambda c, w: c.parallelism.cp > 1 and c.parallelism.cp_style not in c.model.card.cp_styles,
+    "{model.name} does not support context parallelism by {parallelism.cp_style}.",
+    where="{parallelism.cp_style=}",
+    why=lambda c, w: f"its card allows: {', '.join(c.model.card.cp_styles) or 'none'}",
+    fix=lambda c, w: (
+        f"parallelism.cp_style={c.model.card.cp_styles[0]}" if c.model.card.cp_styles else "parallelism.cp=1"
+    ),
+)
 
 
 def cp_divides_rows(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -183,15 +178,15 @@ def cp_divides_rows(config: RunConfig, world: World) -> Iterator[UserError]:
         )
 
 
-def cp_stays_in_a_node(config: RunConfig, world: World) -> Iterator[UserError]:
-    cp, per_node = config.parallelism.cp, config.deployment.gpus_per_node
-    if cp > per_node and world.spans_nodes and not config.parallelism.allow_cp_across_nodes:
-        yield UserError(
-            f"A context group of {cp} ranks does not fit one node.",
-            where=f"parallelism.cp={cp}, deployment.gpus_per_node={per_node}",
-            why="context parallelism between nodes is bound by the network",
-            fix=f"parallelism.cp={per_node}, or parallelism.allow_cp_across_nodes=true",
-        )
+cp_stays_in_a_node = Refuse(
+    lambda c, w: (
+        c.parallelism.cp > c.deployment.gpus_per_node and w.spans_nodes and not c.parallelism.allow_cp_across_nodes
+    ),
+    "A context group of {parallelism.cp} ranks does not fit one node.",
+    where="{parallelism.cp=}, {deployment.gpus_per_node=}",
+    why="context parallelism between nodes is bound by the network",
+    fix="parallelism.cp={deployment.gpus_per_node}, or parallelism.allow_cp_across_nodes=true",
+)
 
 
 def name_of_devices(config: RunConfig) -> str:

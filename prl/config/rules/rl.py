@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prl.config.engines import most_on_a_node
 from prl.config.errors import UserError
+from prl.config.rules.rule import Refuse, each_of, first_of
 from prl.config.schema import RunConfig
 from prl.config.world import World
 
@@ -13,28 +14,21 @@ LAST_PORT = 65535
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def there_is_an_engine(config: RunConfig, world: World) -> Iterator[UserError]:
-    deployment = config.deployment
-    if not world.has_engines:
-        return
-    if deployment.num_infer_gpus == 0 or (deployment.type == "multi_node" and deployment.num_infer_nodes == 0):
-        yield UserError(
-            "Nobody samples: there is no inference engine.",
-            where=f"deployment.num_infer_gpus={deployment.num_infer_gpus}",
-            why="each engine sits on a device of its own, and this job needs at least one",
-            fix="deployment.num_infer_gpus=1 deployment.num_infer_nodes=1",
-        )
+there_is_an_engine = Refuse(
+    lambda c, w: w.has_engines and 0 in (c.deployment.num_infer_gpus, w.infer_devices),
+    "Nobody samples: there is no inference engine.",
+    where="{deployment.num_infer_gpus=}",
+    why="each engine sits on a device of its own, and this job needs at least one",
+    fix="deployment.num_infer_gpus=1 deployment.num_infer_nodes=1",
+)
 
-
-def colocated_engines_have_a_trainer(config: RunConfig, world: World) -> Iterator[UserError]:
-    ranks, engines = world.ranks, config.deployment.num_infer_gpus
-    if config.deployment.type == "colocated" and engines > ranks:
-        yield UserError(
-            f"{engines} engines cannot share the devices of {ranks} trainer ranks.",
-            where=f"deployment.num_infer_gpus={engines}",
-            why="colocated engines are on the trainer's own devices",
-            fix=f"deployment.num_infer_gpus={ranks}, or parallelism.dp_shard={engines}",
-        )
+colocated_engines_have_a_trainer = Refuse(
+    lambda c, w: c.deployment.type == "colocated" and c.deployment.num_infer_gpus > w.ranks,
+    "{deployment.num_infer_gpus} engines cannot share the devices of {world.ranks} trainer ranks.",
+    where="{deployment.num_infer_gpus=}",
+    why="colocated engines are on the trainer's own devices",
+    fix="deployment.num_infer_gpus={world.ranks}, or parallelism.dp_shard={deployment.num_infer_gpus}",
+)
 
 
 def every_server_has_a_port(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -52,154 +46,140 @@ def every_server_has_a_port(config: RunConfig, world: World) -> Iterator[UserErr
         )
 
 
-def there_is_an_env(config: RunConfig, world: World) -> Iterator[UserError]:
-    if not config.env.mix:
-        yield UserError(
-            "There is no environment to learn from.",
-            where="env.mix",
-            why="RL needs at least one source of tasks and rewards",
-            fix="env=reverse_text",
-        )
+there_is_an_env = Refuse(
+    lambda c, w: not c.env.mix,
+    "There is no environment to learn from.",
+    where="env.mix",
+    why="RL needs at least one source of tasks and rewards",
+    fix="env=reverse_text",
+)
 
+env_id_has_its_env = each_of(
+    Refuse(
+        lambda c, w: any(source.id == "verifiers" and not source.args.get("id") for source in c.env.mix.values()),
+        "env=verifiers needs env.id.",
+        where="env.id",
+        why="it says which environment of the package verifiers is meant",
+        fix="env.id=NAME, env.id=package.module:function, or env.id=./path/of/module.py",
+    ),
+    Refuse(
+        lambda c, w: (c.env.id is not None or c.env.args) and all(s.id != "verifiers" for s in c.env.mix.values()),
+        "No environment takes env.id and env.args.",
+        where="{env.id=!s}, {env.args=}",
+        why="they belong to env=verifiers; the arguments of others are env.mix.NAME.args",
+        fix="env=verifiers",
+    ),
+)
 
-def env_id_has_its_env(config: RunConfig, world: World) -> Iterator[UserError]:
-    env = config.env
-    if any(source.id == "verifiers" and not source.args.get("id") for source in env.mix.values()):
-        yield UserError(
-            "env=verifiers needs env.id.",
-            where="env.id",
-            why="it says which environment of the package verifiers is meant",
-            fix="env.id=NAME, env.id=package.module:function, or env.id=./path/of/module.py",
-        )
-    if (env.id is not None or env.args) and all(source.id != "verifiers" for source in env.mix.values()):
-        yield UserError(
-            "No environment takes env.id and env.args.",
-            where=f"env.id={env.id}, env.args={env.args}",
-            why="they belong to env=verifiers; the arguments of others are env.mix.NAME.args",
-            fix="env=verifiers",
-        )
+groups_fill_the_batch = each_of(
+    Refuse(
+        lambda c, w: c.algo.batch_size % c.algo.group_size,
+        "A batch of {algo.batch_size} rollouts cannot hold whole groups of {algo.group_size}.",
+        where="{algo.batch_size=}, {algo.group_size=}",
+        why="batch_size must be a multiple of group_size",
+        fix=lambda c, w: f"algo.batch_size={max(1, c.algo.batch_size // c.algo.group_size) * c.algo.group_size}",
+    ),
+    Refuse(
+        lambda c, w: c.algo.group_size == 1,
+        "A group of one rollout has no baseline.",
+        where="algo.group_size=1",
+        why="advantages compare the rollouts of one task with each other; alone, each is zero",
+        fix="algo.group_size=8",
+    ),
+)
 
+lengths_nest = each_of(
+    Refuse(
+        lambda c, w: c.inference.sampling.max_tokens >= c.inference.max_model_len,
+        "A completion of {inference.sampling.max_tokens} tokens leaves no room for a prompt in "
+        "{inference.max_model_len}.",
+        where="{inference.sampling.max_tokens=}, {inference.max_model_len=}",
+        why="max_model_len counts prompt plus completion",
+        fix=lambda c, w: f"inference.max_model_len={2 * c.inference.sampling.max_tokens}",
+    ),
+    Refuse(
+        lambda c, w: c.inference.max_model_len > c.model.card.max_position_embeddings,
+        "The model knows {model.card.max_position_embeddings} positions, fewer than {inference.max_model_len}.",
+        where="{inference.max_model_len=}",
+        why="max_model_len is at most model.card.max_position_embeddings",
+        fix="inference.max_model_len={model.card.max_position_embeddings}",
+    ),
+)
 
-def groups_fill_the_batch(config: RunConfig, world: World) -> Iterator[UserError]:
-    algo = config.algo
-    if algo.batch_size % algo.group_size:
-        smaller = max(algo.group_size, algo.batch_size // algo.group_size * algo.group_size)
-        yield UserError(
-            f"A batch of {algo.batch_size} rollouts cannot hold whole groups of {algo.group_size}.",
-            where=f"algo.batch_size={algo.batch_size}, algo.group_size={algo.group_size}",
-            why="batch_size must be a multiple of group_size",
-            fix=f"algo.batch_size={smaller}",
-        )
-    if algo.group_size == 1:
-        yield UserError(
-            "A group of one rollout has no baseline.",
-            where="algo.group_size=1",
-            why="advantages compare the rollouts of one task with each other; alone, each is zero",
-            fix="algo.group_size=8",
-        )
+a_rollout_fits_a_row = Refuse(
+    lambda c, w: c.seq_len < c.inference.max_model_len,
+    "A rollout of {inference.max_model_len} tokens does not fit a packed row of {seq_len}.",
+    where="{seq_len=}, {inference.max_model_len=}",
+    why="documents are not cut, so seq_len is at least max_model_len",
+    fix="seq_len={inference.max_model_len}",
+)
 
+overlong_buffer_fits = Refuse(
+    lambda c, w: (
+        c.algo.length_rule == "dapo_overlong" and not 0 < c.algo.overlong_buffer <= c.inference.sampling.max_tokens
+    ),
+    "An overlong buffer of {algo.overlong_buffer} tokens does not lie within {inference.sampling.max_tokens}.",
+    where="{algo.overlong_buffer=}, {inference.sampling.max_tokens=}",
+    why="DAPO's penalty rises over the last overlong_buffer tokens before max_tokens",
+    fix=lambda c, w: f"algo.overlong_buffer={max(1, c.inference.sampling.max_tokens // 4)}",
+)
 
-def lengths_nest(config: RunConfig, world: World) -> Iterator[UserError]:
-    inference, card = config.inference, config.model.card
-    max_len, max_tokens = inference.max_model_len, inference.sampling.max_tokens
-    if max_tokens >= max_len:
-        yield UserError(
-            f"A completion of {max_tokens} tokens leaves no room for a prompt in {max_len}.",
-            where=f"inference.sampling.max_tokens={max_tokens}, inference.max_model_len={max_len}",
-            why="max_model_len counts prompt plus completion",
-            fix=f"inference.max_model_len={2 * max_tokens}",
-        )
-    if max_len > card.max_position_embeddings:
-        yield UserError(
-            f"The model knows {card.max_position_embeddings} positions, fewer than {max_len}.",
-            where=f"inference.max_model_len={max_len}",
-            why="max_model_len is at most model.card.max_position_embeddings",
-            fix=f"inference.max_model_len={card.max_position_embeddings}",
-        )
+pass_at_k_needs_sampling = Refuse(
+    lambda c, w: c.eval.k > 1 and c.eval.sampling(c.inference.sampling).only_the_best,
+    "Greedy evaluation gives the same text {eval.k} times.",
+    where="{eval.k=}, {eval.temperature=!s}, {eval.top_k=!s}, {eval.min_p=!s}",
+    why="pass@k needs different samples of one task",
+    fix="eval.temperature=1.0 eval.top_k=0 eval.min_p=0, or eval.k=1",
+)
 
+sampling_leaves_a_choice = Refuse(
+    lambda c, w: c.inference.sampling.only_the_best,
+    "Training would sample the best token alone, and learn nothing.",
+    where="{inference.sampling.temperature=:g}, {inference.sampling.top_k=}, {inference.sampling.min_p=:g}",
+    why="the one token that can be drawn has probability 1, whatever the weights",
+    fix="inference.sampling.temperature=1.0 inference.sampling.top_k=0 inference.sampling.min_p=0; evaluations "
+    "have eval.temperature, eval.top_k and eval.min_p",
+)
 
-def a_rollout_fits_a_row(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.seq_len < config.inference.max_model_len:
-        yield UserError(
-            f"A rollout of {config.inference.max_model_len} tokens does not fit a packed row of {config.seq_len}.",
-            where=f"seq_len={config.seq_len}, inference.max_model_len={config.inference.max_model_len}",
-            why="documents are not cut, so seq_len is at least max_model_len",
-            fix=f"seq_len={config.inference.max_model_len}",
-        )
+experts_to_return = Refuse(
+    lambda c, w: c.inference.return_routed_experts and c.model.card.num_experts == 0,
+    "{model.name} has no routed experts to return.",
+    where="{inference.return_routed_experts=}",
+    why="the model is dense",
+    fix="inference.return_routed_experts=false",
+)
 
-
-def overlong_buffer_fits(config: RunConfig, world: World) -> Iterator[UserError]:
-    algo, max_tokens = config.algo, config.inference.sampling.max_tokens
-    if algo.length_rule == "dapo_overlong" and not 0 < algo.overlong_buffer <= max_tokens:
-        yield UserError(
-            f"An overlong buffer of {algo.overlong_buffer} tokens does not lie within {max_tokens}.",
-            where=f"algo.overlong_buffer={algo.overlong_buffer}, inference.sampling.max_tokens={max_tokens}",
-            why="DAPO's penalty rises over the last overlong_buffer tokens before max_tokens",
-            fix=f"algo.overlong_buffer={max(1, max_tokens // 4)}",
-        )
-
-
-def pass_at_k_needs_sampling(config: RunConfig, world: World) -> Iterator[UserError]:
-    sampling = config.eval.sampling(config.inference.sampling)
-    if config.eval.k > 1 and sampling.only_the_best:
-        yield UserError(
-            f"Greedy evaluation gives the same text {config.eval.k} times.",
-            where=f"eval.k={config.eval.k}, eval.temperature={config.eval.temperature}, "
-            f"eval.top_k={config.eval.top_k}, eval.min_p={config.eval.min_p}",
-            why="pass@k needs different samples of one task",
-            fix="eval.temperature=1.0 eval.top_k=0 eval.min_p=0, or eval.k=1",
-        )
-
-
-def sampling_leaves_a_choice(config: RunConfig, world: World) -> Iterator[UserError]:
-    sampling = config.inference.sampling
-    if sampling.only_the_best:
-        yield UserError(
-            "Training would sample the best token alone, and learn nothing.",
-            where=f"inference.sampling.temperature={sampling.temperature:g}, "
-            f"inference.sampling.top_k={sampling.top_k}, inference.sampling.min_p={sampling.min_p:g}",
-            why="the one token that can be drawn has probability 1, whatever the weights",
-            fix="inference.sampling.temperature=1.0 inference.sampling.top_k=0 inference.sampling.min_p=0; evaluations "
-            "have eval.temperature, eval.top_k and eval.min_p",
-        )
-
-
-def experts_to_return(config: RunConfig, world: World) -> Iterator[UserError]:
-    if config.inference.return_routed_experts and config.model.card.num_experts == 0:
-        yield UserError(
-            f"{config.model.name} has no routed experts to return.",
-            where="inference.return_routed_experts=true",
-            why="the model is dense",
-            fix="inference.return_routed_experts=false",
-        )
-
-
-def device_transports_need_their_gpus(config: RunConfig, world: World) -> Iterator[UserError]:
-    """NCCL has one rank on each GPU; CUDA IPC reaches only who is on the same one."""
-    deployment, transport = config.deployment, config.weight_transport.type
-    colocated = deployment.type == "colocated"
-    if transport not in ("nccl", "ipc"):
-        return
-    if deployment.device == "cpu":
-        yield UserError(
-            f"{transport} moves weights between GPUs.",
-            where=f"weight_transport.type={transport}, deployment.device=cpu",
-            fix="weight_transport=filesystem",
-        )
-    elif colocated == (transport == "nccl"):
-        yield UserError(
-            f"{transport} does not serve a deployment that is {deployment.type}.",
-            where=f"weight_transport.type={transport}, deployment.type={deployment.type}",
-            why="NCCL refuses two ranks on one GPU" if colocated else "trainer and engines share no GPU",
-            fix=f"weight_transport={'ipc' if colocated else 'nccl'}",
-        )
-    elif colocated and world.ranks < deployment.num_infer_gpus:
-        yield UserError(
-            "Some engines have no trainer rank on their GPU.",
-            where=f"weight_transport.type=ipc, deployment.num_infer_gpus={deployment.num_infer_gpus}",
-            why=f"the trainer has {world.ranks} ranks, and each serves the engine on its own GPU",
-            fix="weight_transport=shared_memory, or more trainer ranks",
-        )
+device_transports_need_their_gpus = first_of(
+    Refuse(
+        lambda c, w: c.deployment.device == "cpu",
+        "{weight_transport.type} moves weights between GPUs.",
+        where="{weight_transport.type=}, {deployment.device=}",
+        fix="weight_transport=filesystem",
+    ),
+    Refuse(
+        lambda c, w: c.deployment.type == "colocated" and c.weight_transport.type == "nccl",
+        "{weight_transport.type} does not serve a deployment that is {deployment.type}.",
+        where="{weight_transport.type=}, {deployment.type=}",
+        why="NCCL refuses two ranks on one GPU",
+        fix="weight_transport=ipc",
+    ),
+    Refuse(
+        lambda c, w: c.deployment.type != "colocated" and c.weight_transport.type == "ipc",
+        "{weight_transport.type} does not serve a deployment that is {deployment.type}.",
+        where="{weight_transport.type=}, {deployment.type=}",
+        why="trainer and engines share no GPU",
+        fix="weight_transport=nccl",
+    ),
+    Refuse(
+        lambda c, w: c.deployment.type == "colocated" and w.ranks < c.deployment.num_infer_gpus,
+        "Some engines have no trainer rank on their GPU.",
+        where="{weight_transport.type=}, {deployment.num_infer_gpus=}",
+        why="the trainer has {world.ranks} ranks, and each serves the engine on its own GPU",
+        fix="weight_transport=shared_memory, or more trainer ranks",
+    ),
+    # NCCL has one rank on each GPU; CUDA IPC reaches only who is on the same one
+    given=lambda c, w: c.weight_transport.type in ("nccl", "ipc"),
+)
 
 
 def adapters_travel_alone(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -226,13 +206,10 @@ def adapters_travel_alone(config: RunConfig, world: World) -> Iterator[UserError
             yield UserError(what, where=f"weight_transport.type=lora, {where}", why=why, fix=fix)
 
 
-def shared_memory_needs_one_node(config: RunConfig, world: World) -> Iterator[UserError]:
-    deployment = config.deployment
-    if config.weight_transport.type == "shared_memory" and world.spans_nodes:
-        yield UserError(
-            "Shared memory does not reach another node.",
-            where=f"weight_transport.type=shared_memory, deployment.type={deployment.type}, "
-            f"deployment.gpus_per_node={deployment.gpus_per_node}",
-            why="its segments live in the memory of one host",
-            fix="weight_transport=tcp, or weight_transport=filesystem",
-        )
+shared_memory_needs_one_node = Refuse(
+    lambda c, w: c.weight_transport.type == "shared_memory" and w.spans_nodes,
+    "Shared memory does not reach another node.",
+    where="{weight_transport.type=}, {deployment.type=}, {deployment.gpus_per_node=}",
+    why="its segments live in the memory of one host",
+    fix="weight_transport=tcp, or weight_transport=filesystem",
+)

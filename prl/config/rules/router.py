@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
+from prl.config.rules.rule import Refuse, first_of
 from prl.config.schema import RouterConfig, RunConfig
 from prl.config.world import World
 
@@ -43,45 +44,38 @@ def router_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserErr
         )
 
 
-def router_has_its_url(config: RunConfig, world: World) -> Iterator[UserError]:
-    router = config.inference.router
-    if router.type != "url":
-        if said_by_user(config, "inference.router.url"):
-            yield UserError(
-                "inference.router.url has no effect.",
-                where=f"inference.router.type={router.type}, inference.router.url={router.url}",
-                why="it is the address of a router that this run does not start",
-                fix="inference.router.type=url, or inference.router.url=null",
-            )
-    elif router.url is None or not _is_base_url(router.url):
-        yield UserError(
-            "The router has no address.",
-            where=f"inference.router.type=url, inference.router.url={router.url}",
-            why="generation goes to URL/inference/v1/generate, so it begins with http(s):// and ends in no slash",
-            fix="inference.router.url=http://HOST:PORT",
-        )
+router_has_its_url = first_of(
+    Refuse(
+        lambda c, w: c.inference.router.type != "url" and said_by_user(c, "inference.router.url"),
+        "inference.router.url has no effect.",
+        where="{inference.router.type=}, {inference.router.url=}",
+        why="it is the address of a router that this run does not start",
+        fix="inference.router.type=url, or inference.router.url=null",
+    ),
+    Refuse(
+        lambda c, w: c.inference.router.type == "url" and not _is_base_url(c.inference.router.url or ""),
+        "The router has no address.",
+        where="{inference.router.type=}, {inference.router.url=!s}",
+        why="generation goes to URL/inference/v1/generate, so it begins with http(s):// and ends in no slash",
+        fix="inference.router.url=http://HOST:PORT",
+    ),
+)
 
+router_does_not_separate_prefill = Refuse(
+    lambda c, w: c.inference.router.type in ("auto", "vllm_router") and c.inference.pd.num_prefill_gpus,
+    "vllm-router is started here for engines that prefill and decode.",
+    where="{inference.router.type=}, {inference.pd.num_prefill_gpus=}",
+    why="its own mode for engines apart is not used yet",
+    fix="inference.router.type=builtin, or none, or a URL of one that was started otherwise",
+)
 
-def router_does_not_separate_prefill(config: RunConfig, world: World) -> Iterator[UserError]:
-    router, prefill = config.inference.router, config.inference.pd.num_prefill_gpus
-    if router.type in ("auto", "vllm_router") and prefill:
-        yield UserError(
-            "vllm-router is started here for engines that prefill and decode.",
-            where=f"inference.router.type={router.type}, inference.pd.num_prefill_gpus={prefill}",
-            why="its own mode for engines apart is not used yet",
-            fix="inference.router.type=builtin, or none, or a URL of one that was started otherwise",
-        )
-
-
-def router_keeps_strangers_out(config: RunConfig, world: World) -> Iterator[UserError]:
-    inference = config.inference
-    if inference.router.type == "vllm_router" and config.job == "inference" and inference.api_key_var is None:
-        yield UserError(
-            "vllm-router would let web pages into an open server.",
-            where="inference.router.type=vllm_router, inference.api_key_var=null",
-            why="it asks for no key, and drops the Origin and Host by which engines without a key know web pages",
-            fix="inference.api_key_var=PRL_API_KEY, or inference.router.type=builtin",
-        )
+router_keeps_strangers_out = Refuse(
+    lambda c, w: c.job == "inference" and c.inference.router.type == "vllm_router" and c.inference.api_key_var is None,
+    "vllm-router would let web pages into an open server.",
+    where="{inference.router.type=}, {inference.api_key_var=}",
+    why="it asks for no key, and drops the Origin and Host by which engines without a key know web pages",
+    fix="inference.api_key_var=PRL_API_KEY, or inference.router.type=builtin",
+)
 
 
 def _is_base_url(url: str) -> bool:

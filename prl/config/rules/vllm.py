@@ -8,6 +8,7 @@ from prl.config.chosen import said_by_user
 from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.errors import UserError
 from prl.config.keys import as_override
+from prl.config.rules.rule import Refuse
 from prl.config.schema import Group, InferenceConfig, RunConfig
 from prl.config.world import World
 
@@ -74,24 +75,20 @@ def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError
             )
 
 
-def sleeping_fits_the_engine(config: RunConfig, world: World) -> Iterator[UserError]:
-    if world.takes_turns and config.inference.sleep_level == 0 and config.inference.engine != "vllm":
-        yield UserError(
-            "The built-in engine hands its memory over when it sleeps.",
-            where="inference.sleep_level=0, inference.engine=torch",
-            fix="inference.sleep_level=1, or inference=vllm",
-        )
+sleeping_fits_the_engine = Refuse(
+    lambda c, w: w.takes_turns and c.inference.sleep_level == 0 and c.inference.engine != "vllm",
+    "The built-in engine hands its memory over when it sleeps.",
+    where="{inference.sleep_level=}, {inference.engine=}",
+    fix="inference.sleep_level=1, or inference=vllm",
+)
 
-
-def routed_experts_are_cached(config: RunConfig, world: World) -> Iterator[UserError]:
-    inference = config.inference
-    if inference.engine == "vllm" and inference.return_routed_experts and not inference.prefix_caching:
-        yield UserError(
-            "vLLM returns routed experts only with its prefix cache.",
-            where="inference.return_routed_experts=true, inference.prefix_caching=false",
-            why="it keeps them block by block under the keys of that cache",
-            fix="inference.prefix_caching=true, or inference=torch",
-        )
+routed_experts_are_cached = Refuse(
+    lambda c, w: c.inference.engine == "vllm" and c.inference.return_routed_experts and not c.inference.prefix_caching,
+    "vLLM returns routed experts only with its prefix cache.",
+    where="{inference.return_routed_experts=}, {inference.prefix_caching=}",
+    why="it keeps them block by block under the keys of that cache",
+    fix="inference.prefix_caching=true, or inference=torch",
+)
 
 
 def vllm_says_what_it_kept(config: RunConfig, world: World) -> Iterator[UserError]:
