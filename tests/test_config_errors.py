@@ -158,7 +158,12 @@ RULES = {
         "deployment.infer_memory_fraction=0.3 without",
     ),
     "a part of what is not shared": (["deployment.infer_memory_fraction=0.4"], "deployment=colocated"),
-    "a whole part": (["deployment=colocated", "deployment.infer_memory_fraction=1"], "deployment.infer_memory_fraction=null"),
+    "a whole part": (
+        ["deployment=colocated", "deployment.infer_memory_fraction=1"], "deployment.infer_memory_fraction=null",
+    ),
+        ["deployment=colocated", "deployment.infer_memory_fraction=1"],
+        "deployment.infer_memory_fraction=null",
+    ),
     "engines that never sleep": (
         ["deployment=colocated_overlapped", "inference=vllm", "inference.sleep_level=2"],
         "inference.sleep_level=1",
