@@ -159,8 +159,6 @@ RULES = {
     ),
     "a part of what is not shared": (["deployment.infer_memory_fraction=0.4"], "deployment=colocated"),
     "a whole part": (
-        ["deployment=colocated", "deployment.infer_memory_fraction=1"], "deployment.infer_memory_fraction=null",
-    ),
         ["deployment=colocated", "deployment.infer_memory_fraction=1"],
         "deployment.infer_memory_fraction=null",
     ),
