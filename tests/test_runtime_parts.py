@@ -221,6 +221,7 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     [
         (("deployment=disaggregated",), 4),  # one engine and one rank share eight cores
         (("deployment=colocated",), 8),  # they take turns
+        (("deployment=colocated_overlapped",), 4),
         (("deployment=disaggregated", "deployment.num_infer_gpus=3"), 2),
         (("debug.num_threads=5",), 5),
     ],
