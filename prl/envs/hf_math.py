@@ -7,6 +7,7 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.config.packages import MATH_VERIFY
 from prl.envs.protocol import Environment, Message, Split, Task, user
+from prl.models.hub import load_rows, why_not
 
 INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
 
@@ -51,16 +52,15 @@ class HuggingFaceMath(Environment):
         return everything[:cut] if split == "train" else everything[cut:]
 
     def _read(self, dataset_split: str, split: Split) -> list[Task]:
-        import datasets
-
         try:
-            rows = datasets.load_dataset(self.dataset, split=dataset_split, **self.load_args)
+            rows = load_rows(self.dataset, dataset_split, self.load_args)
         except Exception as error:  # datasets and the hub client raise many unrelated types for "not there"
+            why, fix = why_not(error, self.dataset, "dataset")
             raise UserError(
                 f"dataset {self.dataset!r} (split {dataset_split!r}) could not be loaded",
-                where="env.mix.<name>.args.dataset",
-                why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                fix="a dataset that the hub knows, or args.dataset=json with args.load_args.data_files=/path.jsonl",
+                where=f"env.mix.<name>.args.dataset={self.dataset}",
+                why=why,
+                fix=f"{fix}; or args.dataset=json with args.load_args.data_files=/path.jsonl",
             ) from error
         missing = {self.question_key, self.answer_key} - set(rows.column_names)
         if missing:

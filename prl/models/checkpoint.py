@@ -23,10 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from prl.config.errors import UserError
 from prl.config.point import random_checkpoint_dir
 from prl.config.schema import ModelCard, ModelConfig
+from prl.models.hub import fetch_checkpoint, repair
 from prl.models.lora import is_adapter, merged_parameters
 from prl.models.names import Region
 from prl.models.qwen3 import Qwen3Model
 
+INDEX = "model.safetensors.index.json"
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
@@ -44,27 +46,7 @@ def resolve_model_path(config: ModelConfig, cache_dir: Path, init_model_path: st
         return random_checkpoint(config, cache_dir)
     if Path(config.path).is_dir():
         return Path(config.path)
-    return _download(config.path)
-
-
-def _download(repo_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
-                ignore_patterns=["consolidated*", "original/*"],  # the same weights once more, for other programs
-            )
-        )
-    except Exception as error:  # the hub client raises a dozen unrelated types for "not there" and "no network"
-        raise UserError(
-            f"model {repo_id!r} is neither a directory nor could it be fetched from the Hugging Face hub",
-            where="model.path",
-            why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            fix="model.path=/path/to/checkpoint, or fetch it on a machine with network and share HF_HOME",
-        ) from error
+    return fetch_checkpoint(config.path)
 
 
 def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
@@ -103,9 +85,10 @@ def check_card(path: Path, card: ModelCard) -> None:
         ) from error
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}  # as transformers 5 and 4 have it
     config |= rotary
+    described = _described(card)
     wrong = [
-        f"{key}: card {value}, checkpoint {config[key]}"
-        for key, value in _described(card).items()
+        key
+        for key, value in described.items()
         if key in config and config[key] != value and key not in ("architectures", "torch_dtype", "dtype")
     ]
     kind = rotary.get("rope_type", rotary.get("type", "default"))
@@ -118,11 +101,20 @@ def check_card(path: Path, card: ModelCard) -> None:
         )
     if wrong:
         raise UserError(
-            "the model card does not describe this checkpoint: " + "; ".join(wrong),
+            "the model card does not describe this checkpoint: "
+            + "; ".join(f"{key}: card {described[key]}, checkpoint {config[key]}" for key in wrong),
             where=f"model.card, {path / 'config.json'}",
             why="rules and plan are computed from the card",
-            fix="correct conf/model/<choice>.yaml or choose another model=",
+            fix="another model= or model.path=; or, if this is the model that you want, "
+            + " ".join(_override(key, config[key]) for key in wrong),
         )
+
+
+def _override(key: str, value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"))
+    if key not in ModelCard.model_fields and key != "model_type":
+        return f"({key}={text} cannot be changed)"
+    return f"model.card.{'family' if key == 'model_type' else key}={value if isinstance(value, str) else text}"
 
 
 def _described(card: ModelCard) -> dict[str, Any]:
@@ -158,10 +150,8 @@ def load_checkpoint(model: Qwen3Model, path: Path, params: Mapping[str, Tensor] 
         ) from error
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """(name, slice) of every tensor in the checkpoint; a slice reads from disk what is indexed out of it."""
-    from safetensors import SafetensorError, safe_open
-
+def check_files(path: Path) -> None:
+    """Raise UserError unless all files are there that weights are read from."""
     files = weight_files(path)
     if not files:
         raise UserError(
@@ -170,21 +160,33 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
             why="weights are read from safetensors only",
             fix="model.path=/path/to/a/Hugging-Face/checkpoint",
         )
+    if gone := [file for file in files if not file.exists()]:  # of the hub's cache also a link to what is not there
+        raise UserError(
+            f"{gone[0].name} is missing" + (f", and {len(gone) - 1} files more" if gone[1:] else ""),
+            where=str(gone[0]),
+            why=f"{INDEX} lists {len(files)} files; the download may have ended early, or the index is another's",
+            fix=repair(gone[0]),
+        )
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """(name, slice) of every tensor in the checkpoint; a slice reads from disk what is indexed out of it."""
+    from safetensors import SafetensorError, safe_open
+
+    check_files(path)
     with ExitStack() as stack:
-        for file in files:
+        for file in weight_files(path):
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, FileNotFoundError) as error:
-                raise UserError(
-                    f"{file.name} is damaged or missing: {error}", where=str(file), fix="fetch the file again"
-                ) from error
+            except SafetensorError as error:
+                raise UserError(f"{file.name} is damaged: {error}", where=str(file), fix=repair(file)) from error
             for name in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
                 yield name, handle.get_slice(name)
 
 
 def weight_files(path: Path) -> list[Path]:
     """Those that the index lists, else model.safetensors, else all there are."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    index, single = path / INDEX, path / "model.safetensors"
     if index.is_file():
         return sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
     return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
@@ -299,7 +301,7 @@ def save_checkpoint(
         (path / f"shard-{index}.tmp").rename(path / name)
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
-        (path / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
+        (path / INDEX).write_text(json.dumps(listing, indent=1))
     if card.family != "other":
         (path / "config.json").write_text(json.dumps(card_to_hf_config(card), indent=1) + "\n")
 

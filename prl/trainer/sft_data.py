@@ -16,6 +16,7 @@ from prl.config.packages import DATASETS
 from prl.config.schema import SftConfig, SftDataConfig
 from prl.envs.protocol import Split
 from prl.models.chat import ChatRenderer, Message, mask_by_role
+from prl.models.hub import load_rows, why_not
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import Document, build_micro_batch
 
@@ -64,7 +65,7 @@ def _read_jsonl(path: Path) -> list[list[Message]]:
 
 def _read_hf_dataset(name: str, data: SftDataConfig) -> list[list[Message]]:
     try:
-        import datasets
+        import datasets  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"reading the Hugging Face dataset {name!r} needs the package `datasets`",
@@ -72,13 +73,14 @@ def _read_hf_dataset(name: str, data: SftDataConfig) -> list[list[Message]]:
             fix=DATASETS.install,
         ) from error
     try:
-        rows = datasets.load_dataset(name, split=data.split, **data.args)
+        rows = load_rows(name, data.split, data.args)
     except Exception as error:  # datasets and the hub client raise many unrelated types for "not there"
+        why, fix = why_not(error, name, "dataset")
         raise UserError(
             f"dataset {name!r} could not be loaded",
             where=f"sft.data.source={name}, sft.data.split={data.split}",
-            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            fix="give a JSONL file, a local dataset directory, or a dataset name that the hub knows",
+            why=why,
+            fix=f"{fix}; or a JSONL file or a local dataset directory",
         ) from error
     try:
         return [to_messages(dict(row)) for row in rows]

@@ -36,7 +36,7 @@ from prl.inference.vllm.causes import REFUSALS, log_end, refused, root_cause
 from prl.inference.vllm.flat_logprobs import answer_flat
 from prl.inference.vllm.guarding import Guard, TimedProtocol
 from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
-from prl.models.checkpoint import check_card, resolve_model_path
+from prl.models.checkpoint import check_card, check_files, resolve_model_path
 from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import server_arguments, to_argv
 from prl.runtime.process.child import ChildContext
@@ -68,6 +68,7 @@ def prepare(ctx: ChildContext) -> Namespace:
     check_expert_ranks(ctx.role, config.model.card.num_experts)
     path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
     check_card(path, config.model.card)
+    check_files(path)  # vLLM would say so a minute later
     on_cpu = current_platform.is_cpu()
     return parse_arguments(server_arguments(config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old()))
 
