@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prl.config.hydra_setup import in_hydras_terms
+from prl.config.overrides import name_of_axis
 from prl.config.sweep import resolve_points
 
 if TYPE_CHECKING:  # the schema is pydantic's: --cfg and completion do without it
@@ -49,7 +50,7 @@ class Session:
         from prl.config.point import point_label  # pydantic, as above
 
         pairs = [line.partition("=")[::2] for line in overrides]
-        swept = {key: value for key, value in pairs if key in self.swept}
+        swept = {name_of_axis(key): value for key, value in pairs if key in self.swept}
         config = config.model_copy(update={"sweep": sweep_dir.name, "swept": swept})
         return config.model_copy(update={"output_dir": str(sweep_dir / point_label(config))})
 

@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from prl import status
+from prl.compare.columns import swept_columns, value_of
+from prl.compare.points import read_directory
+from prl.metrics.wandb_mirror import run_settings
+from prl.runtime.agent import read_plan
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -76,6 +82,30 @@ def test_multirun_gives_each_point_its_directory(tmp_path: Path) -> None:
     assert [point["choices"]["memory_recipe"] for point in got] == ["none", "none", "tight", "tight"]
     assert "/outputs/sweeps/mine/memory-none_seed-5-" in got[0]["output_dir"]
     assert len({point["output_dir"] for point in got}) == 4
+
+
+@pytest.mark.slow
+def test_labels_of_appended_axes_have_no_plus(tmp_path: Path) -> None:
+    words = ["-m", "hydra.launcher.dry_run=true", "sweep=mine", "+overlay=one,two", "++seed=1,2"]
+    (tmp_path / "own/overlay").mkdir(parents=True)
+    for name, steps in (("one", 5), ("two", 6)):
+        (tmp_path / f"own/overlay/{name}.yaml").write_text(f"# @package _global_\nmax_steps: {steps}\n")
+    done = run_app(tmp_path, "--config-dir", "own", *words)
+    assert done.returncode == 0, done.stderr
+    sweep = tmp_path / "outputs/sweeps/mine"
+    listed = json.loads((sweep / "sweep.json").read_text())["points"]
+    assert [point["swept"] for point in listed] == [
+        {"overlay": overlay, "seed": seed} for overlay in ("one", "two") for seed in ("1", "2")
+    ]
+    assert listed[0]["dir"].startswith("overlay-one_seed-1-")
+    settings = run_settings(read_plan(sweep / listed[0]["dir"]), "x")
+    assert settings["name"] == "overlay=one seed=1"
+    points = read_directory(sweep)
+    assert swept_columns(points) == ["overlay", "seed"]
+    assert [value_of(point, "overlay") for point in points] == ["one", "one", "two", "two"]
+    texts = [status.render(sweep)[0], done.stdout]
+    assert all("overlay-one_seed-1-" in text for text in texts)
+    assert not any("+overlay" in text or "+seed" in text for text in texts)
 
 
 @pytest.mark.timed
