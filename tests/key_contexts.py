@@ -79,6 +79,9 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inference.kv_offload.": ("rl", (*VLLM, "inference.kv_offload.type=native", "inference.kv_offload.cpu_gib=4")),
     "inference.kv_offload.type": ("rl", (*VLLM, *MOONCAKE)),
     "inference.kv_offload.mooncake_config": ("rl", (*VLLM, *MOONCAKE)),
+    "deployment.infer_memory_fraction": (
+        "rl", ("inference=vllm", "deployment=colocated_overlapped", "deployment.device=cuda"),
+    ),
     "inference.sleep_level": ("rl", ("inference=vllm", "deployment=colocated", "deployment.device=cuda")),
     "inference.control_key_var": ("inference", ()),
     "inference.router.": ("rl", (*VLLM, "inference.router.type=builtin")),
@@ -98,6 +101,7 @@ OTHERS = {
     "parallelism.ep": "2",
     "deployment.num_train_gpus": "2",
     "deployment.infer_gpu_ids": "[1]",
+    "deployment.infer_memory_fraction": "0.5",
     "deployment.train_gpu_ids": "[3]",
     "inference.pd.num_prefill_gpus": "1",
     "inference.host": "localhost",

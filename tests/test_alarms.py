@@ -116,6 +116,11 @@ def test_roles_that_take_turns_wait_by_design():
     assert feed(alarm, range(1, 21), wait_for_batch_s=0.99, overlap=0.0) == []
 
 
+def test_who_waits_beside_an_engine_that_overlaps_does_not_mean_to():
+    assert alarms("deployment=colocated").takes_turns
+    assert not alarms("deployment=colocated_overlapped").takes_turns
+
+
 def test_one_of_several_environments_is_named():
     alarm = alarms()
     counts = {"outcome/a/policy": 32, "outcome/b/policy": 4, "outcome/b/timeout": 28}

@@ -152,6 +152,20 @@ RULES = {
     "islands need nodes": (["deployment.nodes_per_fsdp_group=2"], "deployment.nodes_per_fsdp_group=null"),
     "no engine": (["deployment.num_infer_gpus=0"], "deployment.num_infer_gpus=1"),
     "colocated engines": (["deployment=colocated", "deployment.num_infer_gpus=2"], "deployment.num_infer_gpus=1"),
+    "nothing to overlap": (["deployment=colocated_overlapped", "algo=sync"], "deployment.infer_memory_fraction=null"),
+    "an engine's part said twice": (
+        ["deployment=colocated_overlapped", "inference=vllm", "inference.vllm.gpu_memory_utilization=0.3"],
+        "deployment.infer_memory_fraction=0.3 without",
+    ),
+    "a part of what is not shared": (["deployment.infer_memory_fraction=0.4"], "deployment=colocated"),
+    "a whole part": (
+        ["deployment=colocated", "deployment.infer_memory_fraction=1"],
+        "deployment.infer_memory_fraction=null",
+    ),
+    "engines that never sleep": (
+        ["deployment=colocated_overlapped", "inference=vllm", "inference.sleep_level=2"],
+        "inference.sleep_level=1",
+    ),
     "whole groups": (["algo.batch_size=20"], "algo.batch_size=16"),
     "group of one": (["algo.group_size=1"], "algo.group_size=8"),
     "room for a prompt": (["inference.max_model_len=64"], "inference.max_model_len=128"),

@@ -81,6 +81,8 @@ def test_an_engine_that_shares_its_gpu_sleeps_and_takes_half_of_it() -> None:
     assert arguments("deployment=colocated", "inference.sleep_level=0")["enable_sleep_mode"] is False
     given = arguments("deployment=colocated", "inference.vllm.gpu_memory_utilization=0.3")
     assert given["gpu_memory_utilization"] == 0.3
+    overlapped = arguments("deployment=colocated_overlapped", "deployment.infer_memory_fraction=0.35")
+    assert (overlapped["enable_sleep_mode"], overlapped["gpu_memory_utilization"]) == (False, 0.35)
     assert "enable_sleep_mode" not in arguments("deployment=disaggregated")
     assert "enable_sleep_mode" not in arguments("deployment=colocated", on_cpu=True), "CPUs have no such mode"
 

@@ -157,6 +157,20 @@ def test_colocated_takes_turns(cache, tmp_path):
     wait_for(lambda: not left & segments(), 240)  # those of other runs on this machine are replaced, or end with them
 
 
+def test_colocated_engines_overlap_where_memory_is_shared_by_a_fraction(cache, tmp_path):
+    args = [*SMALL, cache, "deployment=colocated_overlapped", "max_steps=4", "eval.interval=2"]
+    done = run([*args, f"output_dir={tmp_path}/o"], tmp_path)
+    assert done.code == 0, done.output
+    written = rows(tmp_path / "o", "orchestrator")
+    overlaps = [row["overlap"] for row in written if "overlap" in row]
+    assert len(overlaps) == 4
+    assert max(overlaps) > 0.1
+    assert max(row["staleness_max"] for row in written if "staleness_max" in row) > 0, "nothing ran ahead"
+    plan = json.loads((tmp_path / "o/plan.json").read_text())
+    devices = {role["role"]: role["devices"] for role in plan["roles"] if role["devices"]}
+    assert devices == {"inference": [0], "trainer": [0]}
+
+
 def test_several_ranks_and_engines(cache, tmp_path):
     args = [*SMALL, cache, "deployment.num_train_gpus=2", "deployment.num_infer_gpus=2"]
     args += ["max_steps=3", "eval.interval=0"]

@@ -25,7 +25,7 @@ from prl.runtime.process import restarts as restarts_module
 from prl.runtime.process.environment import num_threads, visible_devices
 from prl.runtime.process.failures import blame_rank, classify, error_record, log_tail, parse_error_record
 from prl.runtime.process.ports import lease_ports
-from prl.runtime.process.restarts import Restarts
+from prl.runtime.process.restarts import Restarts, why_final
 
 
 def plan_of(*overrides: str, config: str = "rl") -> RunPlan:
@@ -221,6 +221,7 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     [
         (("deployment=disaggregated",), 4),  # one engine and one rank share eight cores
         (("deployment=colocated",), 8),  # they take turns
+        (("deployment=colocated_overlapped",), 4),
         (("deployment=disaggregated", "deployment.num_infer_gpus=3"), 2),
         (("debug.num_threads=5",), 5),
     ],
@@ -287,3 +288,8 @@ def test_the_time_left_follows_the_pace(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (75, "1:15"), (3700, "1:01:40")])
 def test_clock(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
+
+
+def test_an_engine_that_overlaps_may_come_back() -> None:
+    assert why_final(compose(["deployment=colocated"]), "inference") is not None
+    assert why_final(compose(["deployment=colocated_overlapped"]), "inference") is None

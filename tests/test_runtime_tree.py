@@ -393,7 +393,7 @@ def test_an_engine_without_memory_is_restarted_once(start: Start) -> None:
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("deployment=colocated", "a colocated engine takes turns"),
+        ("deployment=colocated", "it takes turns with the trainer"),
         ("algo.max_off_policy_steps=0", "in a synchronous run"),
     ],
 )

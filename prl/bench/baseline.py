@@ -21,11 +21,11 @@ from prl.bench.trainer import write_result
 from prl.config.schema import ModelCard
 from prl.metrics.mfu import FORMULA, packed_flops
 from prl.models.checkpoint import card_to_hf_config
+from prl.models.device import pick_device
 from prl.runtime.process.child import ChildContext
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.policy import seed_everything
 from prl.trainer.rl_step import loss_denominator
-from prl.trainer.world import pick_device
 from prl.transport.batch import MicroBatch
 
 
@@ -42,7 +42,7 @@ class Baseline:
         assert config.bench is not None
         self.ctx, self.config, self.bench = ctx, config, config.bench
         seed_everything(config.seed, config.debug.deterministic)
-        self.device = pick_device(config.deployment.device, 0)
+        self.device = pick_device(config.deployment.device)
         self.memory = MemoryWatch(self.device)
         self.dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self.model = build_transformers(config.model.card, self.dtype, self.device)

@@ -30,13 +30,13 @@ from prl.bench.fp8_losses import compare_losses
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard, RunConfig
+from prl.models.device import pick_device
 from prl.models.fp8 import fp8_linears
 from prl.models.fp8_cast import cast, cast_blocks
 from prl.models.fp8_experts import Fp8Experts
 from prl.models.fp8_gemm import deep_gemm
 from prl.models.moe import Experts
 from prl.trainer.rl_step import wait_for
-from prl.trainer.world import pick_device
 
 REPEATS = 10
 LOSS_STEPS = 50
@@ -223,7 +223,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def measure_shapes(config: RunConfig, tokens: int) -> dict[str, Any]:
-    device = pick_device(config.deployment.device, 0)
+    device = pick_device(config.deployment.device)
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     place = {"device": device, "dtype": dtype}
     backend, card = config.model.fp8, config.model.card

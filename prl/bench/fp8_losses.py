@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from prl.config.schema import RunConfig
+from prl.models.device import pick_device
 from prl.planning.run_plan import MeshPlan
 from prl.trainer.policy import Policy, seed_everything
-from prl.trainer.world import build_world, leave_world, pick_device
+from prl.trainer.world import build_world, leave_world
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import Document, build_micro_batch
 
@@ -33,7 +34,7 @@ def learnable_row(tokens: int, rng: np.random.Generator) -> MicroBatch:
 
 def compare_losses(config: RunConfig, steps: int) -> dict[str, Any]:
     """Loss per token of each step without and with FP8, from the same random weights on the same rows."""
-    device = pick_device(config.deployment.device, 0)
+    device = pick_device(config.deployment.device)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -51,7 +52,7 @@ def compare_losses(config: RunConfig, steps: int) -> dict[str, Any]:
 
 def train(config: RunConfig, steps: int) -> list[float]:
     seed_everything(config.seed, deterministic=False)
-    device = pick_device(config.deployment.device, 0)
+    device = pick_device(config.deployment.device)
     world = build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), device)
     policy = Policy(config, config.optim, steps, None, world)
     rng = np.random.default_rng(config.seed)

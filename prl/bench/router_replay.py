@@ -26,10 +26,11 @@ from prl.envs.protocol import Environment
 from prl.envs.reverse_text import ReverseText
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
-from prl.inference.server import load_engine, pick_device
+from prl.inference.server import load_engine
 from prl.models.attention import packed_attention
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import check_card, load_model, resolve_model_path
+from prl.models.device import pick_device
 from prl.models.moe import RoutingRecorder
 from prl.models.qwen3 import Qwen3Model
 from prl.models.tokenizer import load_tokenizer

@@ -18,6 +18,7 @@ from prl.config.schema_fields import (
     NonNegative,
     NonNegativeFloat,
     Number,
+    Part,
     PerNode,
     Positive,
     PositiveFloat,
@@ -204,6 +205,8 @@ class DeploymentConfig(Group):
     # which of the devices that a run sees each takes, in this order; null: the lowest that are free, engines first
     infer_gpu_ids: tuple[NonNegative, ...] | None = None
     train_gpu_ids: tuple[NonNegative, ...] | None = None
+    # colocated: the engine's part of each GPU's memory, to go on beside the trainer; null: they take turns
+    infer_memory_fraction: Part | None = None
     gpus_per_node: PerNode = 8
     num_train_nodes: Nodes = 1
     num_infer_nodes: NoneOrDevices = 1

@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT32)]
 Number = Annotated[float, Field(ge=-FLOAT32, le=FLOAT32)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, lt=1)]  # neither nothing nor all
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(ge=1e-6, le=1)]  # smaller ones vanish beside 1 in float32
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean

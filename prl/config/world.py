@@ -55,6 +55,17 @@ def has_router(config: RunConfig) -> bool:
     return has_engines(config) and config.inference.router.type in ("auto", "builtin", "vllm_router")
 
 
+def takes_turns(config: RunConfig) -> bool:
+    """Whether engines sleep while the trainer works, on the devices of both."""
+    return config.deployment.type == "colocated" and config.deployment.infer_memory_fraction is None
+
+
+def overlapping_part(config: RunConfig) -> float | None:
+    """The engine's part of each GPU where it goes on beside a trainer; None where it is alone or takes turns."""
+    both = has_engines(config) and has_trainers(config) and config.deployment.type == "colocated"
+    return config.deployment.infer_memory_fraction if both else None
+
+
 def requested_devices(config: RunConfig) -> int | None:
     """Training devices that the deployment asks for, or None for `auto`."""
     deployment = config.deployment
@@ -90,7 +101,7 @@ def spans_nodes(config: RunConfig) -> bool:
 
 def gpu_ids(config: RunConfig) -> tuple[list[int], list[int]]:
     """Devices of engines and of trainer ranks on a run's only node, in their order. What is not named takes the lowest
-    devices: of those that are left, or the trainer's own where engines take turns with it.
+    devices: of those that are left, or the trainer's own where engines share them.
     """
     deployment = config.deployment
     engines = infer_devices(config) if has_engines(config) else 0

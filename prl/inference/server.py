@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from prl.config.schema import RunConfig
+from prl.config.world import overlapping_part
 from prl.inference.chat_route import add_chat_routes
 from prl.inference.control_routes import add_control_routes
 from prl.inference.engine import TorchEngine
@@ -26,6 +27,7 @@ from prl.inference.weight_routes import add_weight_routes
 from prl.inference.worker import EngineDied, EngineUnavailable, EngineWorker, SequenceFailed
 from prl.models.chat import ChatRenderer
 from prl.models.checkpoint import check_card, load_model, resolve_model_path
+from prl.models.device import limit_memory, pick_device
 from prl.models.tokenizer import load_tokenizer
 from prl.runtime.external import LEASE, RUN_HEADER
 from prl.runtime.process.child import ChildContext
@@ -88,7 +90,10 @@ def load_engine(config: RunConfig, init_model_path: str | None) -> tuple[TorchEn
     name = config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     tokenizer = load_tokenizer(config.model, path)
-    model = load_model(path, config.model.card, dtype, pick_device(config.deployment.device))
+    device = pick_device(config.deployment.device)
+    if (part := overlapping_part(config)) is not None:
+        limit_memory(device, part)
+    model = load_model(path, config.model.card, dtype, device)
     eos = eos_token_ids(tokenizer.eos_token_id, path, config.model.card.vocab_size)
     return TorchEngine(model, config.inference, eos), ChatRenderer(tokenizer)
 
@@ -99,11 +104,6 @@ def eos_token_ids(of_tokenizer: int | None, path: Path, vocab: int) -> tuple[int
     added = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     ids = [of_tokenizer, *(added if isinstance(added, list) else [added])]
     return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab))  # a model has no others to draw
-
-
-def pick_device(kind: str) -> torch.device:
-    """deployment.device -> device; "auto" takes the GPU that this process sees, if any."""
-    return torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def build_app(

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, Literal
 
 from prl.config.schema import RunConfig
+from prl.config.world import takes_turns
 from prl.metrics.reader import Row
 
 Kind = Literal[
@@ -179,7 +180,7 @@ class Alarms:
     @property
     def takes_turns(self) -> bool:
         """Whether waiting is by design: roles share devices, or training is synchronous."""
-        return self.config.deployment.type == "colocated" or self.config.algo.max_off_policy_steps == 0
+        return takes_turns(self.config) or self.config.algo.max_off_policy_steps == 0
 
     def dropped_of(self, key: str) -> float | None:
         """Share of the last steps' groups; a step's own number says little."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from prl.config.world import takes_turns
 from prl.metrics.reader import read_rows
 from prl.orchestrator.batching import build_batches, staleness
 from prl.orchestrator.checkpointing import Checkpointing
@@ -43,7 +44,7 @@ def main(ctx: ChildContext) -> None:
 class Orchestrator:
     def __init__(self, ctx: ChildContext) -> None:
         self.ctx, self.config = ctx, ctx.plan.config
-        self.colocated = self.config.deployment.type == "colocated"
+        self.takes_turns = takes_turns(self.config)
         self.step_ready = asyncio.Condition()
         # by step; the newest two, so that a slow rank still finds its own
         self.batches: dict[int, list[TrainBatch]] = {}
@@ -94,7 +95,7 @@ class Orchestrator:
             counts = {name: env.counts["train"] for name, env in self.envs.items()}
             weights = {name: source.weight for name, source in config.env.mix.items()}
             sampler = TaskSampler(counts, weights, config.seed)
-            self.producer = Producer(config, self.runner, sampler, taking_turns=self.colocated)
+            self.producer = Producer(config, self.runner, sampler, taking_turns=self.takes_turns)
             self.kept = KeptRollouts(ctx.run_dir, config.logging.rollouts, renderer, config.seed, ctx.resume_step)
             self._restore()
             self.prepared.set()
@@ -218,7 +219,7 @@ class Orchestrator:
                 "kept_documents": (kept := self.kept.choose(groups)).documents,
             }
             batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
-            if self.colocated:
+            if self.takes_turns:
                 async with self.engine_lock:  # an evaluation may still be using them
                     await self.engines.sleep()
             async with self.step_ready:
@@ -333,7 +334,7 @@ class Orchestrator:
                 self.turn = publication
                 self.delivered.notify_all()
             is_new = version != self.served
-            asleep = self.colocated and self.served >= 0
+            asleep = self.takes_turns and self.served >= 0
             taken = await self.engines.update_weights(version, update_info, asleep=asleep)
             if taken:
                 timed = self.engines.update_s

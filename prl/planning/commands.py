@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from prl.config.schema import RunConfig
+from prl.config.world import takes_turns
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import (
     address_environment,
@@ -73,8 +74,7 @@ def computing_processes(plan: RunPlan, node: int | None) -> int:
     engines, ranks = (
         sum(node in (None, role.node) for role in plan.roles_of(kind)) for kind in ("inference", "trainer")
     )
-    takes_turns = plan.config.deployment.type == "colocated"
-    return max(1, max(engines, ranks) if takes_turns else engines + ranks)
+    return max(1, max(engines, ranks) if takes_turns(plan.config) else engines + ranks)
 
 
 def trainer_environment(config: RunConfig) -> dict[str, str]:

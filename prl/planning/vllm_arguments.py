@@ -8,6 +8,7 @@ from typing import Any
 
 from prl.config.engines import group_of, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.schema import RunConfig
+from prl.config.world import takes_turns
 from prl.planning.run_plan import EnginePlan, RolePlan
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; a smaller one takes the next
@@ -60,7 +61,8 @@ def server_arguments(
     if model.tokenizer not in (None, "byte"):
         arguments["tokenizer"] = model.tokenizer
     if config.deployment.type == "colocated" and not on_cpu:
-        arguments |= {"enable_sleep_mode": inference.sleep_level > 0, "gpu_memory_utilization": COLOCATED_MEMORY}
+        sleeps = takes_turns(config) and inference.sleep_level > 0
+        arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": engine_share(config)}
     arguments |= data_parallel_arguments(config, engine, endpoints) | expert_arguments(config, engine)
     if config.weight_transport.type == "lora":
         rank = next(rank for rank in LORA_RANKS if rank >= config.memory_recipe.lora.rank)
@@ -84,6 +86,8 @@ def kept_parameters(config: RunConfig) -> dict[str, Any] | None:
 
 def engine_share(config: RunConfig) -> float:
     """Part of a GPU that an engine takes which shares it with a trainer; of the built-in one nobody says, so all."""
+    if (part := config.deployment.infer_memory_fraction) is not None:
+        return part
     if config.inference.engine != "vllm":
         return 1.0
     return float(config.inference.vllm.get("gpu_memory_utilization", COLOCATED_MEMORY))

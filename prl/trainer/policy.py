@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import OptimConfig, RunConfig
+from prl.config.world import takes_turns
 from prl.metrics.mfu import packed_flops
 from prl.models.attention import activate_attention, packed_attention
 from prl.models.checkpoint import load_checkpoint
@@ -213,7 +214,7 @@ def make_room(config: RunConfig, device: torch.device) -> None:
 
     Not before each waking, for the next step takes 0.2 s longer (30 GiB on an H200).
     """
-    if device.type == "cuda" and config.deployment.type == "colocated" and config.inference.sleep_level > 0:
+    if device.type == "cuda" and takes_turns(config) and config.inference.sleep_level > 0:
         free, total = torch.cuda.mem_get_info(device)
         if free < engine_share(config) * total:
             torch.cuda.empty_cache()

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from prl.config.world import overlapping_part
+from prl.models.device import limit_memory_beside_engine, pick_device
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.process.child import ChildContext
 
@@ -54,19 +56,14 @@ class World:
         return self.data["cp"].size()
 
 
-def pick_device(kind: str, local_device: int) -> torch.device:
-    """deployment.device -> this process's device; "auto" takes a GPU if there is one."""
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", local_device)
-    return torch.device("cpu")
-
-
 def join_world(ctx: ChildContext) -> World:
     """Rendezvous with the other trainer ranks (gloo on CPU, NCCL plus gloo on GPUs) and build the mesh."""
     role = ctx.role
-    device = pick_device(ctx.plan.config.deployment.device, 0)
+    device = pick_device(ctx.plan.config.deployment.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if (part := overlapping_part(ctx.plan.config)) is not None:
+        limit_memory_beside_engine(device, part)
     host, port = ctx.endpoints["rendezvous"].rsplit(":", 1)
     fd = ctx.listen_socket.detach() if role.rank == 0 and ctx.listen_socket is not None else None
     store = dist.TCPStore(

@@ -35,6 +35,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     model.engine_knows_the_model,
     deployment.gpus_suffice,
     deployment.gpu_ids_fit,
+    deployment.overlapping_engines_fit,
     deployment.sbatch_lines_are_options,
     bench.there_is_a_benchmark,
     effects.keys_take_effect,

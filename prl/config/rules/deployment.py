@@ -53,7 +53,7 @@ def gpu_ids_fit(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "Engines would have devices that the trainer has not.",
             where=f"deployment.infer_gpu_ids={as_override(tuple(infer))}, deployment.type=colocated",
-            why=f"they take turns on the trainer's own, {as_override(tuple(train))}",
+            why=f"they share the trainer's own, {as_override(tuple(train))}",
             fix="deployment.infer_gpu_ids=null, or deployment=disaggregated",
         )
     if deployment.type == "disaggregated" and set(infer) & set(train):
@@ -63,6 +63,29 @@ def gpu_ids_fit(config: RunConfig) -> Iterator[UserError]:
             f"deployment.train_gpu_ids={as_override(tuple(train))}",
             why="deployment.type=disaggregated gives each its own",
             fix="deployment.train_gpu_ids=null, or deployment=colocated",
+        )
+
+
+def overlapping_engines_fit(config: RunConfig) -> Iterator[UserError]:
+    """Engines that go on beside the trainer, on its GPUs: deployment.infer_memory_fraction."""
+    part, inference = config.deployment.infer_memory_fraction, config.inference
+    if part is None or config.deployment.type != "colocated":
+        return
+    where = f"deployment.infer_memory_fraction={part:g}"
+    if config.algo.max_off_policy_steps == 0:
+        yield UserError(
+            "A synchronous run has nothing to overlap.",
+            where=f"{where}, algo.max_off_policy_steps=0",
+            why="its engines wait for the weights of each step before they generate the next",
+            fix="deployment.infer_memory_fraction=null, or algo.max_off_policy_steps=1",
+        )
+    if "gpu_memory_utilization" in inference.vllm:
+        said = inference.vllm["gpu_memory_utilization"]
+        yield UserError(
+            "The engine's part of a GPU is said twice.",
+            where=f"{where}, inference.vllm.gpu_memory_utilization={said}",
+            why="the trainer must know it, too, and keep to what is left",
+            fix=f"deployment.infer_memory_fraction={said} without inference.vllm.gpu_memory_utilization",
         )
 
 

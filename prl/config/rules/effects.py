@@ -14,7 +14,7 @@ from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
 from prl.config.schema import OptimConfig, RunConfig
-from prl.config.world import has_engines, has_trainers, resolve_world, samples, spans_nodes
+from prl.config.world import has_engines, has_trainers, resolve_world, samples, spans_nodes, takes_turns
 
 EVAL_TIMES = ("interval", "at_start", "at_end")
 
@@ -55,14 +55,19 @@ def _deployment(config: RunConfig) -> Iterator[Idle]:
         yield Idle(
             keys, kind, "devices are counted one by one: num_train_gpus and num_infer_gpus", "deployment=multi_node"
         )
+    if config.deployment.type != "colocated":
+        why = "engines and trainer share no GPU"
+        yield Idle(("deployment.infer_memory_fraction",), kind, why, "deployment=colocated")
     if spans_nodes(config):
         keys = ("deployment.infer_gpu_ids", "deployment.train_gpu_ids")
         yield Idle(keys, kind, "nodes are filled one after another, each from its first device on")
     if not has_trainers(config):
         keys = ("deployment.num_train_gpus", "deployment.num_train_nodes", "deployment.train_gpu_ids")
+        keys = (*keys, "deployment.infer_memory_fraction")
         yield Idle(keys, f"job={config.job}", "nobody trains in this job")
     if not has_engines(config):
         keys = ("deployment.num_infer_gpus", "deployment.num_infer_nodes", "deployment.infer_gpu_ids")
+        keys = (*keys, "deployment.infer_memory_fraction")
         if config.inference.urls:
             yield Idle(keys, "inference.urls", "engines that run already have devices of their own")
         else:
@@ -123,11 +128,11 @@ def _rl(config: RunConfig) -> Iterator[Idle]:
     elif config.job == "rl":
         yield Idle(("eval.run", "eval.step"), "job=rl", "a run evaluates itself", "python -m prl.eval")
     yield from _random_weights(config)
-    if samples(config) and config.deployment.type != "colocated":
+    if samples(config) and not takes_turns(config):
         where = f"deployment.type={config.deployment.type}"
-        yield Idle(
-            ("inference.sleep_level",), where, "engines with devices of their own never sleep", "deployment=colocated"
-        )
+        if (part := config.deployment.infer_memory_fraction) is not None:
+            where += f", deployment.infer_memory_fraction={part:g}"
+        yield Idle(("inference.sleep_level",), where, "only engines that take turns sleep", "deployment=colocated")
     quantized = config.inference.quantization is not None or config.inference.engine != "vllm"
     if config.inference.deep_gemm and not quantized:
         yield Idle(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prl.config.engines import EngineGroup, engine_groups
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, infer_devices, spans_nodes
+from prl.config.world import has_engines, infer_devices, spans_nodes, takes_turns
 
 
 def engines_fill_their_devices(config: RunConfig) -> Iterator[UserError]:
@@ -129,8 +129,8 @@ def prefill_and_decode_apart_fit(config: RunConfig) -> Iterator[UserError]:
         return
     for wrong, what, where, why, fix in (
         (
-            config.deployment.type == "colocated",
-            "Colocated engines prefill and decode themselves.",
+            takes_turns(config),
+            "Engines that take turns with the trainer prefill and decode themselves.",
             "deployment.type=colocated",
             "KV that travels between engines would be lost when they sleep",
             "deployment=disaggregated, or inference.pd.num_prefill_gpus=0",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prl.config.engines import most_on_a_node
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.config.world import has_engines, has_router, infer_devices, resolve_world, spans_nodes
+from prl.config.world import has_engines, has_router, infer_devices, resolve_world, spans_nodes, takes_turns
 
 LAST_PORT = 65535
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -32,7 +32,7 @@ def colocated_engines_have_a_trainer(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             f"{engines} engines cannot share the devices of {world} trainer ranks.",
             where=f"deployment.num_infer_gpus={engines}",
-            why="colocated engines take turns with the trainer on its own devices",
+            why="colocated engines are on the trainer's own devices",
             fix=f"deployment.num_infer_gpus={world}, or parallelism.dp_shard={engines}",
         )
 
@@ -218,9 +218,9 @@ def adapters_travel_alone(config: RunConfig) -> Iterator[UserError]:
         (config.inference.engine != "vllm", "The built-in engine loads whole models.",
          f"inference.engine={config.inference.engine}", "/v1/load_lora_adapter is vLLM's",
          "inference=vllm, or weight_transport=filesystem"),
-        (config.deployment.type == "colocated", "Adapters do not survive an engine's sleep.",
+        (takes_turns(config), "Adapters do not survive an engine's sleep.",
          "deployment.type=colocated", "sleeping drops or moves the memory that they are in",
-         "deployment=disaggregated, or weight_transport=ipc"),
+         "deployment.infer_memory_fraction=0.4, deployment=disaggregated, or weight_transport=ipc"),
     ):  # fmt: skip
         if wrong:
             yield UserError(what, where=f"weight_transport.type=lora, {where}", why=why, fix=fix)

@@ -9,6 +9,7 @@ from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept
 from prl.config.errors import UserError
 from prl.config.keys import as_override
 from prl.config.schema import Group, InferenceConfig, RunConfig
+from prl.config.world import takes_turns
 
 # arguments of `vllm serve` that have a key of their own, and that key
 OWN_KEYS = {
@@ -74,8 +75,7 @@ def vllm_keys_take_effect(config: RunConfig) -> Iterator[UserError]:
 
 
 def sleeping_fits_the_engine(config: RunConfig) -> Iterator[UserError]:
-    colocated = config.deployment.type == "colocated"  # others never sleep
-    if colocated and config.inference.sleep_level == 0 and config.inference.engine != "vllm":
+    if takes_turns(config) and config.inference.sleep_level == 0 and config.inference.engine != "vllm":
         yield UserError(
             "The built-in engine hands its memory over when it sleeps.",
             where="inference.sleep_level=0, inference.engine=torch",

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from prl.config.errors import UserError
 from prl.config.packages import NIXL, VLLM, VLLM_VERSIONS
 from prl.config.schema import RunConfig
+from prl.config.world import takes_turns
 from prl.inference.vllm.versions import installed_version, is_old
 from prl.planning.vllm_arguments import BACKEND, address_environment, vllm_defaults
 from prl.runtime.process.child import ChildContext
@@ -71,7 +72,7 @@ def require_nixl(config: RunConfig) -> None:
 
 def refuse_unsafe_sleep(config: RunConfig) -> None:
     """Raises UserError for the one level that vLLM 0.23 cannot be woken from in two steps."""
-    if is_old() and config.deployment.type == "colocated" and config.inference.sleep_level == 2:
+    if is_old() and takes_turns(config) and config.inference.sleep_level == 2:
         raise UserError(
             f"vLLM {installed_version()} cannot sleep at level 2 here.",
             where="inference.sleep_level=2",

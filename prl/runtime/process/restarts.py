@@ -8,6 +8,7 @@ import time
 
 from prl.config.engines import engine_groups, engine_shares
 from prl.config.schema import RunConfig
+from prl.config.world import takes_turns
 
 MAX_RESTARTS = 3  # of all environments, of all engines, and of the router, among those that are recent:
 WINDOW_STEPS, WINDOW_S = 10, 120.0  # what dies so rarely that training gets on is worth starting again
@@ -26,8 +27,8 @@ def why_final(config: RunConfig, role: str) -> str | None:
         return "an engine that serves people is started again by them"
     if config.weight_transport.type == "ipc":
         return "weight_transport=ipc cannot take in a new engine"
-    if config.deployment.type == "colocated":
-        return "a colocated engine takes turns with the trainer, and a new one would not know whose turn it is"
+    if takes_turns(config):
+        return "it takes turns with the trainer, and a new one would not know whose turn it is"
     if config.inference.pd.num_prefill_gpus:
         return "engines that hand each other KV would wait for what the dead one had"
     if any(len(engine_shares(config, group)) > 1 for group in engine_groups(config)):
