@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.code_copy import freeze_code
-from launch.points import Point, PointState, freeze, record_points
+from launch.points import Point, freeze
 from launch.roles import COMMANDS, ROLES, to_yaml, write_roles
 from launch.settings import LauncherSettings
-from launch.slurm import make_batches, write_script
+from launch.shapes import make_batches
+from launch.slurm import write_script
 from launch.slurm_queue import DEFAULT_MAX_ARRAY_SIZE
+from launch.states import PointState
+from launch.sweep_file import record_points
 from prl.planning.render import render_plan
 
 INDENT = "    "

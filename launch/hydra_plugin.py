@@ -1,17 +1,22 @@
-"""What Hydra sees: a launcher for points that are composed already, and the basic sweeper without a second validation.
+"""Where Hydra enters: its task function, a launcher for points that are composed already, and the basic sweeper without
+a second validation.
 
 Hydra instantiates plugins of the package `hydra_plugins` alone, by import, and only those it knows. So
-`register_plugins` makes this module importable as `hydra_plugins.prl` too, and the two classes known.
+`register_plugins` makes this module importable as `hydra_plugins.prl` too, and its classes known.
+
+Every command imports this module, and --cfg, --help and completion need no more of launch/ than it: what is imported
+in functions here brings the schema (pydantic) and the planner, which take 0.3 s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -19,18 +24,52 @@ from hydra.plugins.plugin import Plugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from launch.submitit_nodes import register_nodes
-from prl.config.errors import ConfigError, PointFailedError, UserError
+from launch.places import telling_places
+from launch.session import Session
+from launch.submitit_nodes import MODULE, register_nodes
+from prl.config.composing import current_choices, task_overrides
+from prl.config.errors import PointFailedError, UserError
 
 Plugins.instance()  # reads all plugins, and executes modules of theirs that are imported already once more
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 if TYPE_CHECKING:
-    from launch.session import Session
-    from launch.settings import LauncherSettings
+    from prl.config.schema import RunConfig
 
-MODULE = "hydra_plugins.prl"
 RECORD = "multirun.yaml"  # which Hydra writes into the sweep's directory
+
+
+class Task:
+    """Of a session, what Hydra calls with a composed configuration."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def run(self, cfg: DictConfig) -> int:
+        """Hydra's task function: a run alone. The points of a multirun go past it, to the launcher."""
+        from prl.config.resolving import resolve
+
+        session = self.session
+        try:
+            config = resolve(cfg, choices=current_choices())
+            if session.starts_nothing or not self._launched(config):
+                session.exit_code = session.job(config)
+        except Exception as error:  # kept from Hydra, which would print it in its own way; raised again by prl.entry
+            session.error = error
+        return session.exit_code
+
+    def _launched(self, config: RunConfig) -> bool:
+        """Whether a launcher was asked for that does not run it here and now."""
+        from launch.reading import settings_of
+
+        node = HydraConfig.get()
+        settings = settings_of(node.launcher)
+        if settings.mode != "slurm" and not settings.dry_run:
+            return False
+        from launch.launching import launch_alone
+
+        launch_alone(self.session, tuple(task_overrides(node)), config, settings)
+        return True
 
 
 class PointSweeper(BasicSweeper):
@@ -41,8 +80,6 @@ class PointSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Beside what the launcher does, it writes the sweep's multirun.yaml."""
-        from launch.places import telling_places
-
         assert self.config is not None
         with telling_places(Path(self.config.hydra.sweep.dir)):
             return super().sweep(arguments)
@@ -51,29 +88,22 @@ class PointSweeper(BasicSweeper):
 class PointLauncher(Launcher):
     """Runs points on this machine, or submits them to SLURM; see conf/hydra/launcher."""
 
-    @staticmethod
-    def read(node: Mapping[str, Any]) -> LauncherSettings:
-        """What its node says. Raises ConfigError."""
-        from launch.settings import read_settings
-
-        return read_settings(node)
-
     def __init__(self, **node: Any) -> None:
-        self.node = node
+        self.node = {"_target_": f"{MODULE}.{type(self).__name__}", **node}
         self.session: Session | None = None
         self.sweep_dir = Path()
         self.waits = False
         self.made: list[Path] = []  # what Hydra makes for the sweep before any point is launched
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from launch.session import Session
+        from launch.reading import settings_of
         from prl.runtime.preflight import check_directory
 
-        session = task_function.__self__  # type: ignore[attr-defined]
-        assert isinstance(session, Session), "only the entry points of prl start this launcher"
-        self.session, self.sweep_dir = session, Path(config.hydra.sweep.dir).absolute()
+        task = task_function.__self__  # type: ignore[attr-defined]
+        assert isinstance(task, Task), "only the entry points of prl start this launcher"
+        self.session, self.sweep_dir = task.session, Path(config.hydra.sweep.dir).absolute()
         check_directory(self.sweep_dir, "hydra.sweep.dir", "hydra.sweep.dir=outputs/sweeps/mine")
-        self.read(self.node)
+        settings_of(self.node)  # what is wrong is told before anything is made
         ours = (self.sweep_dir / RECORD, self.sweep_dir, *self.sweep_dir.parents)
         self.made = [path for path in ours if not path.exists()]
         sweeper = str(config.hydra.sweeper["_target_"])
@@ -82,13 +112,13 @@ class PointLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """All points of the batch. Returns their objectives where the sweeper waits; a failure raises when read."""
         from launch.launching import launch_points
-        from launch.places import telling_places
+        from launch.reading import settings_of
 
         assert self.session is not None
         batch = [tuple(line) for line in job_overrides]
         try:
             with telling_places(self.sweep_dir):
-                values = launch_points(self.session, batch, self.sweep_dir, self.read(self.node), self.waits)
+                values = launch_points(self.session, batch, self.sweep_dir, settings_of(self.node), self.waits)
         except UserError:
             self._remove_what_hydra_made()
             raise
@@ -114,25 +144,12 @@ class PointLauncher(Launcher):
 class SubmititSlurmLauncher(PointLauncher):
     """Told in the words of hydra-submitit-launcher."""
 
-    @staticmethod
-    def read(node: Mapping[str, Any]) -> LauncherSettings:
-        from launch.submitit_keys import slurm_settings
-
-        return slurm_settings(node)
-
 
 class SubmititLocalLauncher(PointLauncher):
     """As SubmititSlurmLauncher, on this machine."""
 
-    @staticmethod
-    def read(node: Mapping[str, Any]) -> LauncherSettings:
-        from launch.submitit_keys import local_settings
 
-        return local_settings(node)
-
-
-LAUNCHERS = {kind.__name__: kind for kind in (PointLauncher, SubmititSlurmLauncher, SubmititLocalLauncher)}
-PLUGINS: tuple[type[Plugin], ...] = (PointSweeper, *LAUNCHERS.values())
+PLUGINS: tuple[type[Plugin], ...] = (PointSweeper, PointLauncher, SubmititSlurmLauncher, SubmititLocalLauncher)
 for plugin in PLUGINS:
     plugin.__module__ = MODULE
 
@@ -145,21 +162,3 @@ def register_plugins() -> None:
         for plugin in PLUGINS:
             plugins.register(plugin)
     register_nodes()
-
-
-def settings_of(node: Mapping[str, Any]) -> LauncherSettings:
-    """Of a whole node hydra.launcher, as Hydra composed it. Raises ConfigError, also for one of others."""
-    target = str(node.get("_target_"))
-    module, _, name = target.rpartition(".")
-    if module != MODULE or name not in LAUNCHERS:
-        raise ConfigError(
-            [
-                UserError(
-                    "This launcher cannot start what prl starts.",
-                    where="hydra/launcher",
-                    why=f"{target} calls Python functions; here it is processes of a frozen plan that start",
-                    fix="hydra/launcher=local, slurm, submitit_local or submitit_slurm",
-                )
-            ]
-        )
-    return LAUNCHERS[name].read({key: value for key, value in node.items() if key != "_target_"})

@@ -9,22 +9,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.points import (
-    Point,
-    PointState,
-    freeze,
-    is_to_start,
-    leave,
-    make_points,
-    record_points,
-    state_in,
-    state_of,
-    taken,
-)
+from launch.local import device_places, run_points
+from launch.places import telling_places
+from launch.points import Point, freeze, is_to_start, make_points
 from launch.roles import write_roles
+from launch.session import Session
 from launch.settings import LauncherSettings
+from launch.shapes import refuse_loopback_engines, refuse_too_large, refuse_too_short
 from launch.slurm_queue import is_configured
+from launch.states import PointState, state_in, state_of, taken
 from launch.submitit_keys import refuse_contradictions
+from launch.sweep_file import record_points
 from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.planner import make_plan
@@ -35,7 +30,6 @@ from prl.runtime.preflight import check_directory
 from prl.runtime.process.ports import ANY_HOST, LOOPBACK
 
 if TYPE_CHECKING:
-    from launch.session import Session
     from prl.config.schema import RunConfig
 
 # in the sweep's directory; held from the look at its points to the record of the last that is ours
@@ -57,7 +51,7 @@ def launch_points(
 
     Returns: for each point its objective, or why it has none; None where nobody waits.
     """
-    on_slurm = uses_slurm(settings, session)
+    on_slurm = uses_slurm(settings)
     configs = [reachable(config) if on_slurm else config for config in session.configs_of(batch, sweep_dir)]
     distinct = {config.output_dir: i for i, config in enumerate(configs)}.values() if waits else range(len(batch))
     points = make_points([batch[i] for i in distinct], [configs[i] for i in distinct])
@@ -66,7 +60,7 @@ def launch_points(
     todo = [point for point in points if is_to_start(states[point.path], settings)]
     refuse_impossible(todo, settings, on_slurm)
     if settings.dry_run:
-        from launch.dry_run import show
+        from launch.dry_run import show  # submitit and jinja2: 0.1 s that points on this machine do without
 
         show(points, states, todo, sweep_dir, settings, on_slurm)
         if waits:
@@ -87,9 +81,7 @@ def launch_alone(session: Session, overrides: tuple[str, ...], config: RunConfig
     """One job that is no part of a sweep, to SLURM, or as a dry run: its own directory (`output_dir`, or a fresh one
     under outputs/) holds the record of its submission, too.
     """
-    from launch.places import telling_places
-
-    on_slurm = settings.mode == "slurm" and uses_slurm(settings, session)
+    on_slurm = settings.mode == "slurm" and uses_slurm(settings)
     config = reachable(config) if on_slurm else config
     is_new = config.output_dir is None
     if config.output_dir is not None:
@@ -101,7 +93,7 @@ def launch_alone(session: Session, overrides: tuple[str, ...], config: RunConfig
         with telling_places(path):
             refuse_foreign(path, point.plan)
             if settings.dry_run:
-                from launch.dry_run import show
+                from launch.dry_run import show  # as above
 
                 state = state_of(path)
                 todo = [point] if is_to_start(state, settings) else []
@@ -145,8 +137,6 @@ def refuse_impossible(points: list[Point], settings: LauncherSettings, on_slurm:
     """Raise ConfigError for points that cannot be started so."""
     refuse_contradictions(points, settings)
     if on_slurm:
-        from launch.slurm import refuse_loopback_engines, refuse_too_large, refuse_too_short
-
         refuse_loopback_engines(points)
         refuse_too_large(points)
         refuse_too_short(points, settings)
@@ -168,7 +158,7 @@ def _results(
 
 def _submit(session: Session, points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> None:
     """Submit what nobody has submitted: of two equal commands at the same instant, the second sees the first's jobs."""
-    from launch.slurm import submit
+    from launch.slurm import submit  # submitit and jinja2, as above
 
     with _turn(sweep_dir):
         queued = queued_points(sweep_dir)
@@ -197,20 +187,15 @@ def _turn(sweep_dir: Path) -> Iterator[None]:
 
 def _start(session: Session, points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> None:
     """Run here what is to be started."""
-    from launch.local import run_points
-
-    if session.is_frozen:
-        with _turn(sweep_dir):
-            states = {point.path: state_of(point.path) for point in points}
-            todo = [
-                point
-                for point in _prepare(session, points, states, sweep_dir, settings)
-                if _freeze_if_free(session, point, settings)
-            ]
-    else:
+    with _turn(sweep_dir):
         states = {point.path: state_of(point.path) for point in points}
-        todo = _prepare(session, points, states, sweep_dir, settings)
-    run_points(session, todo, settings)
+        todo = [
+            point
+            for point in _prepare(session, points, states, sweep_dir, settings)
+            if _freeze_if_free(session, point, settings)
+        ]
+    if todo:
+        run_points(session, todo, device_places(todo, settings), settings)
 
 
 def _freeze_if_free(session: Session, point: Point, settings: LauncherSettings) -> bool:
@@ -220,7 +205,7 @@ def _freeze_if_free(session: Session, point: Point, settings: LauncherSettings) 
         if is_to_start(state, settings):
             freeze(point)
             return True
-    leave(session, point, state)
+    session.leave(point.path, state)
     return False
 
 
@@ -231,13 +216,12 @@ def _prepare(
     todo = [point for point in points if is_to_start(states[point.path], settings)]
     left = [point for point in points if point not in todo]
     for point in left:
-        leave(session, point, states[point.path])
-    if session.is_frozen:
-        record_points(sweep_dir, points)
+        session.leave(point.path, states[point.path])
+    record_points(sweep_dir, points)
     return todo
 
 
-def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
+def uses_slurm(settings: LauncherSettings) -> bool:
     """Whether points go to SLURM. Raises ConfigError when they shall and cannot."""
     there = settings.mode != "local" and is_configured()
     if settings.mode == "slurm" and not there and not settings.dry_run:
@@ -251,16 +235,4 @@ def uses_slurm(settings: LauncherSettings, session: Session) -> bool:
                 )
             ]
         )
-    if settings.mode == "slurm" and not session.is_frozen:
-        raise ConfigError(
-            [
-                UserError(
-                    "This job cannot go to SLURM by itself.",
-                    where="hydra/launcher=slurm",
-                    why="only prl.rl, prl.sft, prl.eval, prl.bench and prl.inference can be started from a frozen plan",
-                    fix="hydra/launcher=local, inside a job of your own (srun, salloc)",
-                )
-            ]
-        )
-    wanted = settings.mode == "slurm" or (settings.mode == "auto" and there)
-    return wanted and session.is_frozen
+    return settings.mode == "slurm" or there

@@ -8,50 +8,22 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launch.code_copy import freeze_code
 from launch.places import refusal
-from launch.points import Point, is_to_start, leave, state_in, take
+from launch.points import Point, is_to_start
+from launch.session import Session
 from launch.settings import LauncherSettings
+from launch.states import state_in, take
 from prl.config.errors import ConfigError, UserError
 from prl.runtime.directory.identity import job_name
 from prl.runtime.nodes.job_nodes import without_job
 from prl.runtime.process.python_path import python_command
 from prl.runtime.process.signals import STOP_SIGNALS, StopSignals
 
-if TYPE_CHECKING:
-    from launch.session import Session
-
 INTERRUPTED = tuple(128 + number for number in STOP_SIGNALS)  # exit codes
 POLL_S = 0.2
-
-
-def run_points(session: Session, points: list[Point], settings: LauncherSettings) -> None:
-    """Run all; a point that fails is remembered in the session, and the others go on."""
-    if session.is_frozen and points:
-        run_from_copy(session, points, device_places(points, settings), settings)
-        return
-    for point in points:
-        run_here(session, point)
-
-
-def run_here(session: Session, point: Point) -> None:
-    """In this process. An interrupted point ends the sweep."""
-    try:
-        code = session.job(point.config)
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        code = 2
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    if code in INTERRUPTED:
-        raise SystemExit(code)
-    if code:
-        session.failed[str(point.path)] = code
 
 
 def device_places(points: list[Point], settings: LauncherSettings) -> list[str | None]:
@@ -92,8 +64,9 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, line in enumerate(done.stdout.splitlines()) if line.startswith("GPU ")]
 
 
-def run_from_copy(session: Session, points: list[Point], places: list[str | None], settings: LauncherSettings) -> None:
-    """Each point in a process of its own, from a copy of the code as it is now. Where several run at a time, their
+def run_points(session: Session, points: list[Point], places: list[str | None], settings: LauncherSettings) -> None:
+    """Each point in a process of its own, from a copy of the code as it is now; one that fails is remembered in the
+    session, and the others go on. Where several run at a time, their
     consoles go to POINT/console.log.
 
     A signal to this process stops all in order, a second one at once; should it be killed, they die with it. After a
@@ -174,7 +147,7 @@ class Agents:
         if is_to_start(state, self.settings):
             return True
         self.let_go(point)
-        leave(self.session, point, state)
+        self.session.leave(point.path, state)
         return False
 
     def let_go(self, point: Point) -> None:

@@ -1,64 +1,42 @@
-"""One call of an entry point: the job, the points of its multirun, and how they ended."""
+"""One call of an entry point: its job, the points of its multirun, and how they ended."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
-from prl.config.composing import current_choices, task_overrides
 from prl.config.hydra_setup import in_hydras_terms
+from prl.config.overrides import name_of_axis
 from prl.config.sweep import resolve_points
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the schema is pydantic's: --cfg and completion do without it
     from prl.config.schema import RunConfig
 
 Job = Callable[["RunConfig"], int]
+LEFT = {  # state of a point -> why it is not started
+    "done": "done already",
+    "active": "running or queued already",
+    "failed": "failed before, and would again; hydra.launcher.retry_failed=true tries",
+}
 
 
 @dataclass
 class Session:
-    """One call of an entry point: the job, and how its points ended."""
+    """What an entry point hands over. `job` is called for a run here and now; what a launcher starts, it starts from
+    the points' plans.
+    """
 
     job: Job
     config_name: str = "rl"
-    is_frozen: bool = False  # whether a point can be started from its plan.json alone, elsewhere and later
-    starts_nothing: bool = False
-    swept: set[str] = field(default_factory=set)
+    starts_nothing: bool = False  # the job only looks at its config
+    swept: set[str] = field(default_factory=set)  # keys as typed
     points: dict[tuple[str, ...], RunConfig] = field(default_factory=dict)  # overrides -> point, of a multirun
     exit_code: int = 0
     error: Exception | None = None
     failed: dict[str, int] = field(default_factory=dict)  # point directory -> exit code
-
-    def run_point(self, cfg: DictConfig) -> int:
-        """Hydra's task function: a run alone. The points of a multirun go past it, to the launcher."""
-        from prl.config.resolving import resolve
-
-        try:
-            config = resolve(cfg, choices=current_choices())
-            if not self.starts_nothing and self._launched(config):
-                return self.exit_code
-            self.exit_code = self.job(config)
-        except Exception as error:  # kept from Hydra, which would print it in its own way; raised again by _run
-            self.error = error
-        return self.exit_code
-
-    def _launched(self, config: RunConfig) -> bool:
-        """Whether a launcher was asked for that does not run it here and now."""
-        from launch.hydra_plugin import settings_of
-
-        hydra_config = HydraConfig.get()
-        settings = settings_of(hydra_config.launcher)
-        if settings.mode != "slurm" and not settings.dry_run:
-            return False
-        from launch.launching import launch_alone
-
-        launch_alone(self, tuple(task_overrides(hydra_config)), config, settings)
-        return True
 
     def configs_of(self, batch: Sequence[tuple[str, ...]], sweep_dir: Path) -> list[RunConfig]:
         """The points of these overrides, each with its directory. Raises ConfigError for what was not composed before
@@ -69,12 +47,22 @@ class Session:
         return [self._placed(self.points[point_key(lines)], lines, sweep_dir) for lines in batch]
 
     def _placed(self, config: RunConfig, overrides: tuple[str, ...], sweep_dir: Path) -> RunConfig:
-        from prl.config.point import point_label
+        from prl.config.point import point_label  # pydantic, as above
 
         pairs = [line.partition("=")[::2] for line in overrides]
-        swept = {key: value for key, value in pairs if key in self.swept}
+        swept = {name_of_axis(key): value for key, value in pairs if key in self.swept}
         config = config.model_copy(update={"sweep": sweep_dir.name, "swept": swept})
         return config.model_copy(update={"output_dir": str(sweep_dir / point_label(config))})
+
+    def leave(self, path: Path, state: str) -> None:
+        """Say why a point is not started; one that has failed counts as failed for this sweep, too.
+
+        Args:
+            state: one of `LEFT`.
+        """
+        print(f"{path.name}: {LEFT[state]}", file=sys.stderr, flush=True)
+        if state == "failed":
+            self.failed[str(path)] = 1
 
 
 def point_key(overrides: Iterable[str]) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
@@ -10,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prl.config.errors import ConfigError, UserError
 from prl.config.keys import as_override
+from prl.config.locate import conf_dir
 from prl.config.schema import SlurmConfig
 
 
@@ -31,23 +34,75 @@ class LauncherSettings(BaseModel):
     slurm: SlurmConfig = SlurmConfig()
 
 
+TAKES = {  # where a union of types complains of its last one alone
+    "parallel_points": "it is a whole number from 1, or auto",
+    "slurm.time": "it is as sbatch reads it: minutes, H:MM:SS or D-HH:MM:SS; 0: no limit",
+    "slurm.mem": "it is as sbatch reads it: MiB, or a number with K, M, G or T",
+}
+
+
 def read_settings(node: Mapping[str, Any]) -> LauncherSettings:
     """Of the node hydra.launcher, without its _target_. Raises ConfigError for values that are none."""
     plain = OmegaConf.to_container(OmegaConf.create(dict(node)), resolve=True)
     try:
-        return LauncherSettings.model_validate(plain)
+        settings = LauncherSettings.model_validate(plain)
     except ValidationError as error:
         items = {item["loc"][: 1 + (item["loc"][0] == "slurm")]: dict(item) for item in error.errors()}
         raise ConfigError([_invalid(".".join(map(str, key)), item) for key, item in items.items()]) from error
+    if found := list(_misplaced(settings)):
+        raise ConfigError(found)
+    return settings
 
 
 def _invalid(name: str, item: dict[str, Any]) -> UserError:
-    """Of a union of types, the last one's complaint."""
-    key, field = f"hydra.launcher.{name}", LauncherSettings.model_fields.get(name)
-    usual = "null" if field is None else as_override(field.default)
-    return UserError(
-        f"{key}={item['input']} is not valid.",
-        where=key,
-        why=str(item["msg"]).replace("Input should be ", "it must be "),
-        fix=f"{key}={usual}",
-    )
+    key, given = f"hydra.launcher.{name}", item["input"]
+    why = TAKES.get(name) or str(item["msg"]).replace("Input should be ", "it must be ")
+    fix = f"{key}={as_override(_usual(name))}"
+    if item["type"] == "tuple_type":
+        why = "it is a list"
+        fix = f"{key}=[{given}]" if re.fullmatch(r"[\w./-]+", str(given)) else fix
+    elif name == "slurm":
+        why, fix = f"it holds keys: {', '.join(SlurmConfig.model_fields)}", "hydra.launcher.slurm.time=2:00:00"
+    elif item["type"] == "extra_forbidden":
+        why, fix = "this launcher has no such key", "leave it out; python -m prl.rl --cfg hydra shows hydra.launcher"
+    return UserError(f"{key}={as_override(given)} is not valid.", where=key, why=why, fix=fix)
+
+
+def _usual(name: str) -> Any:
+    """What conf/hydra/launcher has."""
+    return OmegaConf.select(OmegaConf.load(conf_dir() / "hydra/launcher/auto.yaml"), name)
+
+
+def _misplaced(settings: LauncherSettings) -> Iterator[UserError]:
+    """Keys of points on this machine for SLURM, and the other way round, which nobody would read."""
+    if settings.mode == "slurm":
+        there = "jobs of SLURM"
+        minutes = "slurm.time=0" if settings.timeout_min is None else f"slurm.time={math.ceil(settings.timeout_min)}"
+        wrong = {
+            "timeout_min": (settings.timeout_min, None, minutes),
+            "parallel_points": (
+                settings.parallel_points,
+                "auto",
+                f"array_parallelism={settings.parallel_points}",
+            ),
+        }
+    elif settings.mode == "local":
+        there = "points on this machine"
+        wrong = {
+            "array_parallelism": (
+                settings.array_parallelism,
+                None,
+                f"parallel_points={settings.array_parallelism}",
+            ),
+            "max_array_size": (settings.max_array_size, None, "max_array_size=null"),
+        }
+    else:
+        return
+    for name, (value, unset, fix) in wrong.items():
+        if value != unset:
+            yield UserError(
+                f"hydra.launcher.{name}={as_override(value)} says nothing of {there}.",
+                where=f"hydra.launcher.{name}",
+                why=f"hydra.launcher.mode is {settings.mode}",
+                fix=f"hydra.launcher.{fix}",
+            )

@@ -10,17 +10,19 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 
+MODULE = "hydra_plugins.prl"  # what Hydra knows launch/hydra_plugin.py as
+
 
 @dataclass
 class SubmititSlurm(SlurmQueueConf):
-    _target_: str = "hydra_plugins.prl.SubmititSlurmLauncher"
+    _target_: str = f"{MODULE}.SubmititSlurmLauncher"
     dry_run: bool = False
     retry_failed: bool = False
 
 
 @dataclass
 class SubmititLocal(LocalQueueConf):
-    _target_: str = "hydra_plugins.prl.SubmititLocalLauncher"
+    _target_: str = f"{MODULE}.SubmititLocalLauncher"
     dry_run: bool = False
     retry_failed: bool = False
 

@@ -6,8 +6,10 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from launch.points import Point, is_taken, job_of_points, read_sweep, state_of
+from launch.points import Point
 from launch.slurm_queue import live_jobs
+from launch.states import is_taken, state_of
+from launch.sweep_file import job_of_points, read_sweep
 from prl.config.errors import PointFailedError, UserError
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import read_object

@@ -38,8 +38,8 @@ def main() -> None:
 
 def cancel_jobs(directory: Path) -> list[str]:
     """Cancel the jobs of a sweep's points, or of the point that `directory` is. Returns them."""
-    from launch.points import SWEEP_FILE, job_of_points, read_sweep
     from launch.slurm_queue import live_jobs
+    from launch.sweep_file import SWEEP_FILE, job_of_points, read_sweep
 
     is_sweep = (directory / SWEEP_FILE).exists()
     jobs = job_of_points(read_sweep(directory if is_sweep else directory.parent))

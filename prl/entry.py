@@ -15,7 +15,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.hydra_plugin import register_plugins
+from launch.hydra_plugin import Task, register_plugins
 from launch.session import Job, Session, point_key
 from prl.config.composing import (
     VERSION_BASE,
@@ -33,14 +33,14 @@ from prl.config.sweep import corners, expand, makes_a_grid, resolve_points, swee
 from prl.runtime.nodes.torchrun import refuse_torchrun
 
 
-def run_app(job: Job, config_name: str, *, starts_nothing: bool = False, is_frozen: bool = False) -> None:
+def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None:
     """Compose, validate, run; leaves by SystemExit.
 
     Args:
-        job: takes a RunConfig, returns an exit code.
+        job: takes a RunConfig, returns an exit code. Called for a run here and now: what a launcher starts (points of a
+            multirun, jobs of SLURM) starts from its plan.json.
         config_name: the primary config in conf/.
         starts_nothing: the job only looks at its config, so a multirun needs no directory either.
-        is_frozen: the job is a run that its plan.json describes, so that a launcher may start it elsewhere.
     """
     shield_console()
     args = get_args_parser().parse_args()
@@ -50,7 +50,7 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False, is_froz
         if not starts_nothing:
             refuse_torchrun(f"prl.{config_name}")
         use_directories(args.config_dir, parse(args.overrides))
-        session = Session(job, name, is_frozen, starts_nothing)
+        session = Session(job, name, starts_nothing)
         code = _run(session, args.overrides, args.multirun, args.shell_completion)
         if starts_nothing:
             leave_told(code)
@@ -106,7 +106,7 @@ def _run_hydra(session: Session) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         front = hydra.main(config_path=str(conf_dir()), config_name=session.config_name, version_base=VERSION_BASE)
-        front(session.run_point)()
+        front(Task(session).run)()
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:

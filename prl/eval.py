@@ -17,7 +17,7 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
-    run_app(launch, "eval", is_frozen=True)
+    run_app(launch, "eval")
 
 
 if __name__ == "__main__":

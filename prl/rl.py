@@ -17,7 +17,7 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
-    run_app(launch, "rl", is_frozen=True)
+    run_app(launch, "rl")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def main() -> None:
 
     torchrun = take_torchrun()
     if torchrun is None:
-        run_app(launch, "sft", is_frozen=True)
+        run_app(launch, "sft")
         return
     from prl.runtime.by_hand import under_torchrun
 

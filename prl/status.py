@@ -90,8 +90,8 @@ def waiting_points(sweep_dir: Path) -> dict[str, str]:
     """Points of a sweep that are not running: "queued" while SLURM has a job for them that has not told of itself yet,
     else "missing" if they never started.
     """
-    from launch.points import job_of_points, read_sweep
     from launch.slurm_queue import live_jobs
+    from launch.sweep_file import job_of_points, read_sweep
 
     sweep = read_sweep(sweep_dir)
     jobs = job_of_points(sweep)

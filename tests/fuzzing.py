@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from prl.inference.bounds import BOUNDS
+from prl.runtime.external import LEASE, RUN_HEADER
 
 FEW, MANY = 25, 2000  # requests of each route: in CI, and in the exhaustive tier
 EDGES = [
@@ -97,10 +99,23 @@ MESSAGES = st.lists(
     ),
     max_size=3,
 )
+RUNS, LIVES = st.sampled_from(["r", "s"]), st.sampled_from(["0", "1"])
+WEIGHTS = {
+    "transport": st.sampled_from(["filesystem", "tcp"]),
+    "directory": st.sampled_from(["/r", "/nowhere/at/all"]),
+    "hosts": st.lists(st.sampled_from(["127.0.0.1", "h"]), max_size=2),
+    "timeout_s": st.floats(0.1, 10.0),
+}
 BODIES = {
     "/inference/v1/generate": object_of({"token_ids": tokens, "sampling_params": object_of(SAMPLING), **COMMON}),
     "/v1/chat/completions": object_of({"messages": MESSAGES, **STREAM, **SAMPLING, **COMMON}),
     "/v1/completions": object_of({"prompt": tokens | st.text(max_size=20), **SAMPLING, **COMMON}),
+    "/train/checkpoint": object_of({"step": st.integers(0, 9), "in_haste": st.booleans()}),
+    "/train/done": object_of({"step": st.integers(0, 9)}),
+    "/train/weights": object_of(
+        {"publication": st.integers(0, 9), "version": st.integers(0, 9), "update_info": st.just({})}
+    ),
+    LEASE: object_of({"run": RUNS, "life": LIVES, "host": st.text(max_size=20), "weights": object_of(WEIGHTS)}),
 }
 QUERIES = st.sampled_from(
     [
@@ -109,14 +124,26 @@ QUERIES = st.sampled_from(
         *("?publication=x", "?=&&&=="),
     ]
 )
+QUERIES_OF = {  # what routes begin with -> queries that are right, or nearly
+    "/api/": [
+        *("?run=sweeps/s/a&step=1", "?run=sweeps/s/a&sort=reward&order=rising&first=0&count=9", "?run=..&id=x"),
+        *("?run=sweeps/s/a&sort=x", "?run=sweeps/s/a&first=-1", "?sweep=sweeps/s", "?sweep=../..", "?token=%ff%00"),
+        *("?run=sweeps/s/a&count=99999999999&first=99999999999", "?one=sweeps/s/a&other=sweeps/s/a", "?one=%00"),
+    ],
+    "/train/": [
+        *("?step=1&data_rank=0&publications=0", "?publication=0", "?step=3", "?step=x&publication=-1"),
+    ],
+}
 NAMES = ["Content-Type", "Content-Encoding", "Origin", "Host", "Accept", "X-A", "Expect", "Cookie", "Range"]
+RUN_NAMES = ["r", "s", "ü", "\udcff", ""]
 VALUES = [
     *("", "a", "text/html; charset=klingon", "gzip", "deflate", "http://e", "100-continue", "ü", "\udcff", "bytes=0-"),
     "b" * 9000,
 ]
 HEADERS = st.lists(
     # aiohttp 3.14 itself answers an Expect that is no UTF-8 with 500, before any code of ours
-    st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES)).filter(lambda pair: pair != ("Expect", "\udcff")),
+    st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES)).filter(lambda pair: pair != ("Expect", "\udcff"))
+    | st.tuples(st.just(RUN_HEADER), st.sampled_from(RUN_NAMES)),
     max_size=2,
 )
 CONTROL_FIELDS = ("init_info", "update_info", "request_ids", "weight_version", "step", "publication", "version")
@@ -138,10 +165,16 @@ RIGHT = st.fixed_dictionaries(
 )
 RIGHT_BODIES = {
     "/inference/v1/generate": st.fixed_dictionaries({"token_ids": tokens, "sampling_params": RIGHT}),
+    LEASE: st.fixed_dictionaries(
+        {"run": RUNS, "life": LIVES, "host": st.just("h"), "weights": st.fixed_dictionaries(WEIGHTS)}
+    ),
     "/v1/chat/completions": st.builds(
         lambda text, rest: {"messages": [{"role": "user", "content": text}], **rest}, st.text(max_size=8), RIGHT
     ),
 }
+
+
+BEARER = "Authorization: Bearer "
 
 
 @dataclass(frozen=True)
@@ -153,26 +186,29 @@ class Ask:
     headers: tuple[tuple[str, str], ...]
     body: bytes
 
-    def to_bytes(self, key: str | None) -> bytes:
+    def to_bytes(self, key: str | None, bearer: str = BEARER) -> bytes:
         given = {"Host": "127.0.0.1", "Content-Length": str(len(self.body)), "Connection": "close"}
         lines = [
             f"{self.method} {self.path} HTTP/1.1",
             *(f"{name}: {value}" for name, value in {**given, **dict(self.headers)}.items()),
         ]
         if key is not None:
-            lines.append(f"Authorization: Bearer {key}")
+            lines.append(f"{bearer}{key}")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogateescape") + self.body
 
 
 @st.composite
-def asks(draw: st.DrawFn, route: str) -> Ask:
-    """Of a route: its method or another, with bodies from nearly right to no JSON at all."""
-    method = draw(st.sampled_from(["POST"] * 6 + ["GET", "GET", "PUT", "OPTIONS", "HEAD"]))
+def asks(draw: st.DrawFn, route: str, methods: Sequence[str] = ("POST",)) -> Ask:
+    """Of a route: one of its methods or another, with bodies from nearly right to no JSON at all."""
+    others = ["POST", "GET", "GET", "DELETE", "PUT", "OPTIONS", "HEAD"]
+    method = draw(st.sampled_from(methods) | st.sampled_from(methods) | st.sampled_from(others))
+    own = next((given for start, given in QUERIES_OF.items() if route.startswith(start)), [])
+    query = draw(st.sampled_from(own) | QUERIES if own else QUERIES)
     made = BODIES.get(route, object_of(dict.fromkeys(CONTROL_FIELDS, anything)))
     made = st.one_of(made, RIGHT_BODIES[route]) if route in RIGHT_BODIES else made
     as_json = made.map(lambda value: json.dumps(value).encode())
     body = draw(st.one_of(as_json, as_json, as_json, as_json, st.binary(max_size=60), st.just(b"")))
-    return Ask(method, route + draw(QUERIES), tuple(draw(st.just([]) | HEADERS)), body)
+    return Ask(method, route + query, tuple(draw(st.just([]) | HEADERS)), body)
 
 
 def many(requests: int) -> settings:

@@ -10,7 +10,7 @@ from tiny import moe_card, random_model
 
 from launch.points import Point
 from launch.settings import LauncherSettings
-from launch.slurm import Shape
+from launch.shapes import Shape
 from prl.config.schema import OptimConfig, RunConfig, SamplingConfig
 from prl.models.attention import packed_attention
 from prl.models.qwen3 import Qwen3Model

@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from prl import status
+from prl.compare.columns import swept_columns, value_of
+from prl.compare.points import read_directory
+from prl.metrics.wandb_mirror import run_settings
+from prl.runtime.agent import read_plan
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -64,9 +70,11 @@ def test_bad_input_exits_with_2_and_leaves_nothing(tmp_path: Path, args: list[st
 
 @pytest.mark.slow
 def test_multirun_gives_each_point_its_directory(tmp_path: Path) -> None:
-    done = run_app(tmp_path, "-m", "sweep=mine", "memory=none,tight", "seed=5,10")
+    done = run_app(tmp_path, "-m", "hydra.launcher.dry_run=true", "sweep=mine", "memory=none,tight", "seed=5,10")
     assert done.returncode == 0, done.stderr
-    got = points(done)
+    sweep = tmp_path / "outputs/sweeps/mine"
+    listed = json.loads((sweep / "sweep.json").read_text())["points"]
+    got = [json.loads((sweep / point["dir"] / "plan.json").read_text())["config"] for point in listed]
     assert [point["swept"] for point in got] == [
         {"memory": memory, "seed": seed} for memory in ("none", "tight") for seed in ("5", "10")
     ]
@@ -77,19 +85,27 @@ def test_multirun_gives_each_point_its_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failed_points_are_named_and_the_others_run(tmp_path: Path) -> None:
-    done = run_app(tmp_path, "-m", "sweep=mine", "seed=7,8,5,3")
-    assert done.returncode == 1
-    assert [point["seed"] for point in points(done)] == [7, 8, 5, 3]
-    for seed, code in ((7, 2), (8, 1), (3, 3)):
-        assert f"point failed with exit code {code}: {tmp_path}/outputs/sweeps/mine/seed-{seed}-" in done.stderr
-    assert "outputs/sweeps/mine/seed-5-" not in done.stderr
-
-
-def test_an_interrupted_point_ends_the_sweep(tmp_path: Path) -> None:
-    done = run_app(tmp_path, "-m", "seed=9,5")
-    assert done.returncode == 143
-    assert len(points(done)) == 1
+def test_labels_of_appended_axes_have_no_plus(tmp_path: Path) -> None:
+    words = ["-m", "hydra.launcher.dry_run=true", "sweep=mine", "+overlay=one,two", "++seed=1,2"]
+    (tmp_path / "own/overlay").mkdir(parents=True)
+    for name, steps in (("one", 5), ("two", 6)):
+        (tmp_path / f"own/overlay/{name}.yaml").write_text(f"# @package _global_\nmax_steps: {steps}\n")
+    done = run_app(tmp_path, "--config-dir", "own", *words)
+    assert done.returncode == 0, done.stderr
+    sweep = tmp_path / "outputs/sweeps/mine"
+    listed = json.loads((sweep / "sweep.json").read_text())["points"]
+    assert [point["swept"] for point in listed] == [
+        {"overlay": overlay, "seed": seed} for overlay in ("one", "two") for seed in ("1", "2")
+    ]
+    assert listed[0]["dir"].startswith("overlay-one_seed-1-")
+    settings = run_settings(read_plan(sweep / listed[0]["dir"]), "x")
+    assert settings["name"] == "overlay=one seed=1"
+    points = read_directory(sweep)
+    assert swept_columns(points) == ["overlay", "seed"]
+    assert [value_of(point, "overlay") for point in points] == ["one", "one", "two", "two"]
+    texts = [status.render(sweep)[0], done.stdout]
+    assert all("overlay-one_seed-1-" in text for text in texts)
+    assert not any("+overlay" in text or "+seed" in text for text in texts)
 
 
 @pytest.mark.timed

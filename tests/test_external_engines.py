@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from runs import UNEVALUATED, environment, finish, rows, run, start, wait_for, wait_for_step
 
-from launch.slurm import refuse_loopback_engines
+from launch.shapes import refuse_loopback_engines
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.planning import make_plan

@@ -14,11 +14,13 @@ import pytest
 
 from launch.code_copy import FrozenCode
 from launch.hydra_plugin import PointLauncher
-from launch.launching import SUBMIT_LOCK, is_to_start
+from launch.launching import SUBMIT_LOCK
 from launch.local import share_cores, start_agent
-from launch.points import make_points, state_of
+from launch.points import is_to_start, make_points
 from launch.settings import LauncherSettings
-from launch.slurm import PointExecutor, Shape, make_batches, refuse_too_short, render, seconds_of
+from launch.shapes import Shape, make_batches, refuse_too_short, seconds_of
+from launch.slurm import PointExecutor, render
+from launch.states import state_of
 from prl.config import compose
 from prl.config.composer import Composer
 from prl.config.errors import ConfigError, UserError

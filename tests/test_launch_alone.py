@@ -17,7 +17,8 @@ from runs import environment
 from slurm_cluster import SMALL_RL, TWO_NODES, copy_checkout, steps_of, wait_for_queue
 
 from launch import waiting
-from launch.hydra_plugin import register_plugins, settings_of
+from launch.hydra_plugin import register_plugins
+from launch.reading import settings_of
 from launch.settings import LauncherSettings
 from launch.submitit_nodes import SubmititLocal, SubmititSlurm
 from prl.config.composing import compose_yaml

@@ -32,7 +32,7 @@ sys.exit(0 if came == 2 else 9)
 
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run `run_from_copy` over points whose agents are this Python program, which is given its point's directory."""
+    """Run `run_points` over points whose agents are this Python program, which is given its point's directory."""
 
     def run(program: str, names: list[str], at_a_time: int, timeout_min: float | None = None) -> Session:
         def command(module: str, path: str, *rest: str) -> list[str]:
@@ -44,7 +44,7 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for point in points:
             point.path.mkdir(exist_ok=True)
         session = Session(lambda config: 0)
-        local.run_from_copy(session, points, [None] * at_a_time, LauncherSettings(timeout_min=timeout_min))
+        local.run_points(session, points, [None] * at_a_time, LauncherSettings(timeout_min=timeout_min))
         return session
 
     return run

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from launch.code_copy import FrozenCode
-from launch.points import job_of_points, read_sweep, record_points, record_submission
 from launch.slurm import write_script
+from launch.sweep_file import job_of_points, read_sweep, record_points, record_submission
 from prl.compare.points import read_directory
 from prl.config.errors import UserError
 from prl.metrics.reader import truncate_rows
@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 import time
 from types import SimpleNamespace
-from launch.points import record_submission
+from launch.sweep_file import record_submission
 
 while not Path(sys.argv[3]).exists():
     time.sleep(0.001)

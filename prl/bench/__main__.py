@@ -17,7 +17,7 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
-    run_app(launch, "bench", is_frozen=True)
+    run_app(launch, "bench")
 
 
 if __name__ == "__main__":

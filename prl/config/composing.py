@@ -20,14 +20,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import in_hydras_terms, register
+from prl.config.launcher_keys import NODE, unknown_launcher_keys
 from prl.config.locate import added_groups, conf_dir, config_groups
-from prl.config.overrides import SWEEP_GROUP, choices_of, contradictions, diagnose, parse
+from prl.config.overrides import SWEEP_GROUP, choices_of, contradictions, diagnose, parse, unknown_choice
 from prl.config.search_path import directories
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
 VERSION_BASE = "1.3"
+NOT_OURS = {"basic"}  # launchers that call Python functions
 JOBS = ("rl", "sft", "inference", "bench", "eval")
 
 
@@ -123,6 +125,10 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         found = [unresolved(error)]
     if not found and (other := _of_another_job(str(error), config_name)) is not None:
         found = [other]
+    if not found and (of_hydra := _of_hydras_group(str(error))) is not None:
+        found = [of_hydra]
+    if not found and (of_a_type := _of_a_type(error, overrides, config_name)) is not None:
+        found = [of_a_type]
     if not found:
         cause = error.__cause__ or error
         text = str(error) or str(cause)
@@ -169,7 +175,45 @@ def problems(overrides: list[str], config_name: str) -> list[UserError]:
             for choice in sorted(_choices(overrides, groups)):
                 keys |= set(_dotted(hydra_compose(config_name=config_name, overrides=[choice])))
             found = diagnose(overrides, keys, groups)
+        if any(override.key_or_group.startswith(NODE) for override in parse(overrides)):
+            found += unknown_launcher_keys(overrides, _without_keys_of_hydra(overrides, config_name).launcher)
     return found
+
+
+def _without_keys_of_hydra(overrides: list[str], config_name: str) -> DictConfig:
+    """The node hydra of the choices that a command makes in Hydra's groups, less the keys that it sets. Inside of
+    `_hydra()`.
+    """
+    choices = [line for line in overrides if line.startswith("hydra/")]
+    try:
+        return hydra_compose(config_name=config_name, overrides=choices, return_hydra_config=True).hydra
+    except HydraException:  # of a choice that there is not, which is told anyway
+        return hydra_compose(config_name=config_name, return_hydra_config=True).hydra
+
+
+def _of_hydras_group(message: str) -> UserError | None:
+    """Of a choice that a group of Hydra has not."""
+    met = re.match(
+        r"In '[\w/-]+': Could not find '(hydra/\w+)/([^']*)'\s+Available options in '[\w/]+':(.*)", message, re.S
+    )
+    if met is None:
+        return None
+    choices = sorted(set(re.findall(r"^\s*([\w-]+)$", met[3], re.M)) - NOT_OURS)
+    return unknown_choice(met[1], met[2], choices)
+
+
+def _of_a_type(error: Exception, overrides: list[str], config_name: str) -> UserError | None:
+    """Of a value that Hydra's own nodes, and launchers of plugins, have a type for."""
+    met = re.match(r"Error merging override (\+*([\w./]+)=.*)", str(error))
+    if met is None or error.__cause__ is None:
+        return None
+    from prl.config.keys import as_override
+
+    with _hydra():
+        usual = OmegaConf.select(OmegaConf.create({"hydra": _without_keys_of_hydra(overrides, config_name)}), met[2])
+    why = str(error.__cause__).splitlines()[0]
+    fix = "leave it out" if usual is None or OmegaConf.is_config(usual) else f"{met[2]}={as_override(usual)}"
+    return UserError(f"{met[1]} is not valid.", where=met[2], why=why, fix=fix)
 
 
 def _choices(overrides: list[str], groups: set[str]) -> Iterator[str]:

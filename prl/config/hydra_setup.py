@@ -23,7 +23,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from prl.config.locate import config_groups, sweep_files
-from prl.config.overrides import OPEN_NODES, SWEEP_GROUP, swept_keys
+from prl.config.overrides import OPEN_NODES, SWEEP_GROUP, name_of_axis, swept_keys
 
 SWEEP_OPTION = "+sweep="
 
@@ -75,7 +75,7 @@ def name_sweep(config_name: str, lines: list[str]) -> None:
     """Name this process's sweep after what it sweeps, for ${sweep_id:}: the same command finds its points again."""
     from prl.config.point import short_hash
 
-    keys = "-".join(key.rsplit(".", 1)[-1].lstrip("+") for key in swept_keys(lines))
+    keys = "-".join(name_of_axis(key).rsplit(".", 1)[-1] for key in swept_keys(lines))
     identity = short_hash([config_name, sorted(lines)])
     name = f"{keys[:60]}-{identity}" if keys else identity
     OmegaConf.register_new_resolver("sweep_id", lambda: name, replace=True)

@@ -66,6 +66,11 @@ def swept_keys(lines: Iterable[str]) -> list[str]:
     return [override.get_key_element() for override in parse(lines) if override.is_sweep_override()]
 
 
+def name_of_axis(key: str) -> str:
+    """What a swept key is called where people read it: without the + that appends (`+experiment`, `++x`)."""
+    return key.lstrip("+")
+
+
 def contradictions(lines: Iterable[str]) -> list[UserError]:
     """What is wrong with overrides by themselves, whatever they are composed with."""
     lines = list(lines)

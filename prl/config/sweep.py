@@ -13,7 +13,7 @@ from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import in_hydras_terms
 from prl.config.locate import sweep_files
-from prl.config.overrides import choices_of, parse, swept_keys
+from prl.config.overrides import choices_of, name_of_axis, parse, swept_keys
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
@@ -122,7 +122,7 @@ def resolve_points(points: list[list[str]], config_name: str, swept: set[str]) -
         try:
             configs.append(composer.compose(point))
         except ConfigError as error:
-            label = " ".join(line for line in point if line.partition("=")[0] in swept)
+            label = " ".join(name_of_axis(line) for line in point if line.partition("=")[0] in swept)
             for violation in error.violations:
                 found.setdefault(violation.render(), _at_point(violation, label))
     if any(config.output_dir is not None for config in configs):

@@ -93,7 +93,7 @@ def _launcher() -> tuple[str, SlurmConfig]:
     from hydra._internal.utils import get_args_parser
     from hydra.core.hydra_config import HydraConfig
 
-    from launch.hydra_plugin import settings_of
+    from launch.reading import settings_of
     from prl.config.composing import compose_yaml
 
     if HydraConfig.initialized():

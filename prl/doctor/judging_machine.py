@@ -99,7 +99,7 @@ def judge_slurm(slurm: SlurmFacts, needs: Needs) -> Iterator[Finding]:
 
 def judge_request(slurm: SlurmFacts, needs: Needs) -> Finding:
     """What the job would ask of SLURM, against what there is."""
-    from launch.slurm import seconds_of
+    from launch.shapes import seconds_of
 
     asked = needs.slurm
     partitions = asked.partition.split(",") if asked.partition else [slurm.default_partition]

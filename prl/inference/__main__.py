@@ -22,7 +22,7 @@ def main() -> None:
 
     if is_point(sys.argv[1:]):
         run_role("inference")
-    run_app(launch, "inference", is_frozen=True)
+    run_app(launch, "inference")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,12 @@ async def read_fields(request: web.Request) -> dict[str, Any]:
 
 
 async def start_server(service: TrainerService, listen_socket: socket.socket, key: str) -> web.AppRunner:
-    """Serve on an already bound socket; every call needs the trainers' key."""
+    """Serve on an already bound socket."""
+    return await start_serving(make_app(service, key), listen_socket)
+
+
+def make_app(service: TrainerService, key: str) -> web.Application:
+    """All routes; every call needs the trainers' key."""
 
     @web.middleware
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -119,4 +124,4 @@ async def start_server(service: TrainerService, listen_socket: socket.socket, ke
     app.router.add_post("/train/checkpoint", checkpoint)
     app.router.add_get("/train/checkpoint", committed)
     app.router.add_post("/train/done", done)
-    return await start_serving(app, listen_socket)
+    return app

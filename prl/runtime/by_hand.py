@@ -27,7 +27,7 @@ from prl.runtime.process.gpus import visible_gpus
 from prl.runtime.process.signals import StopSignals
 
 FIND_LIMIT_S = 1800.0  # for rank 0 to compose, look at the machine and claim its directory
-SWEEPS = ("-m", "--multirun", "hydra/launcher=")
+SWEEPS = ("-m", "--multirun", "hydra/launcher=", "hydra.launcher.")
 
 
 # --- torchrun -m prl.sft ----------------------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""sweep.json: the record of a sweep as a whole: its commands, its points, and the jobs that they were submitted as."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from launch.code_copy import FrozenCode
+from launch.points import Point
+from prl.runtime.directory.files import change_object, damaged, read_object_or_default
+
+SWEEP_FILE = "sweep.json"
+
+
+def read_sweep(sweep_dir: Path) -> dict[str, Any]:
+    """sweep.json, or an empty record of the same form. Raises UserError if it is damaged."""
+    sweep = read_object_or_default(sweep_dir / SWEEP_FILE, {})
+    _complete(sweep, sweep_dir)
+    return sweep
+
+
+def name_in(sweep_dir: Path, path: Path) -> str:
+    """What the sweep's record calls a point: where it lies below the sweep; "." for a job alone."""
+    return path.relative_to(sweep_dir).as_posix()
+
+
+def record_points(sweep_dir: Path, points: Iterable[Point]) -> None:
+    """Add points (and the command that named them) to the sweep's record."""
+
+    def add(sweep: dict[str, Any]) -> None:
+        _complete(sweep, sweep_dir)
+        known = {point["dir"] for point in sweep["points"]}
+        for point in points:
+            name = name_in(sweep_dir, point.path)
+            if name not in known:
+                sweep["points"].append({"dir": name, "point_id": point.plan.point_id, "swept": point.config.swept})
+        sweep["commands"].append({"time": time.time(), "argv": sys.argv})
+
+    change_object(sweep_dir / SWEEP_FILE, add, {})
+
+
+def record_submission(
+    sweep_dir: Path, job_id: str, script: Path, points: list[Point], is_array: bool, code: FrozenCode
+) -> None:
+    """Add a job, whose element i is points[i]."""
+    row = {
+        "job_id": job_id,
+        "time": time.time(),
+        "script": script.name,
+        "is_array": is_array,
+        "points": [name_in(sweep_dir, point.path) for point in points],
+        "code": code.path.name,
+        "modules": code.modules,
+    }
+
+    def add(sweep: dict[str, Any]) -> None:
+        _complete(sweep, sweep_dir)
+        sweep["submissions"].append(row)
+
+    change_object(sweep_dir / SWEEP_FILE, add, {})
+
+
+def _complete(sweep: dict[str, Any], sweep_dir: Path) -> None:
+    """Add what a record lacks. Raises UserError if what it has is something else."""
+    for key, value in {"name": sweep_dir.name, "commands": [], "points": [], "submissions": []}.items():
+        sweep.setdefault(key, value)
+    if not isinstance(sweep["commands"], list):
+        raise damaged(sweep_dir / SWEEP_FILE, "its commands are no list")
+    if not _all_have(sweep["points"], {"dir": str}):
+        raise damaged(sweep_dir / SWEEP_FILE, "its points are no list of objects that name a directory each")
+    if not _all_have(sweep["submissions"], {"job_id": str, "is_array": bool, "points": list}):
+        raise damaged(sweep_dir / SWEEP_FILE, "its submissions are no list of objects that name a job and its points")
+
+
+def _all_have(rows: Any, types: dict[str, type]) -> bool:
+    return isinstance(rows, list) and all(
+        isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in types.items()) for row in rows
+    )
+
+
+def job_of_points(sweep: dict[str, Any]) -> dict[str, str]:
+    """Point directory -> the job that it was last submitted as, as squeue names it (`123_4`, or `123`)."""
+    return {
+        name: f"{job['job_id']}_{index}" if job["is_array"] else job["job_id"]
+        for job in sweep["submissions"]
+        for index, name in enumerate(job["points"])
+    }

@@ -1,0 +1,117 @@
+"""Wrong keys and values of hydra.launcher: each refusal says what, where and why, and its remedy works when typed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from runs import environment
+
+from launch.hydra_plugin import register_plugins
+from launch.reading import settings_of
+from launch.settings import LauncherSettings
+from prl.config.composing import compose_yaml, problems
+from prl.config.errors import ConfigError, UserError
+
+NODE = "hydra.launcher."
+WRONG = [  # launcher, what is typed, what is to be typed in its place; "": nothing
+    ("slurm", "timeout=5", "slurm.time=5"),
+    ("slurm", "+timeout=5", "slurm.time=5"),
+    ("slurm", "timeout=5m", "slurm.time=1-00:00:00"),
+    ("slurm", "walltime=2:00:00", "slurm.time=2:00:00"),
+    ("slurm", "timeout_min=5", "slurm.time=5"),
+    ("slurm", "slurm.time=5m", "slurm.time=1-00:00:00"),
+    ("slurm", "slurm.mem=lots", "slurm.mem=null"),
+    ("slurm", "mem_gb=4", "slurm.mem=4G"),
+    ("slurm", "name=mine", "slurm.job_name=mine"),
+    ("slurm", "partitions=x", "slurm.partition=x"),
+    ("slurm", "partition=x", "slurm.partition=x"),
+    ("slurm", "slurm.partitions=x", "slurm.partition=x"),
+    ("slurm", "slurm.setup=module", "slurm.setup=[module]"),
+    ("slurm", "setup=module", "slurm.setup=[module]"),
+    ("slurm", "slurm.signal_delay_s=2m", "slurm.signal_delay_s=120"),
+    ("slurm", "slurm=5", "slurm.time=2:00:00"),
+    ("slurm", "nodes=two", ""),
+    ("slurm", "gpus_per_node=8", ""),
+    ("slurm", "additional_parameters.exclusive=true", ""),
+    ("slurm", "parallel_points=2", "array_parallelism=2"),
+    ("slurm", "parallel_points=two", "parallel_points=auto"),
+    ("slurm", "max_retries=many", "slurm.max_retries=2"),
+    ("auto", "timeout=5", "slurm.time=5"),
+    ("local", "timeout=5", "timeout_min=5"),
+    ("local", "timeout=5m", "timeout_min=60"),
+    ("local", "array_parallelism=2", "parallel_points=2"),
+    ("local", "max_array_size=2", "max_array_size=null"),
+    ("submitit_slurm", "timeout=5", "timeout_min=5"),
+    ("submitit_slurm", "timeout=5m", "timeout_min=60"),
+    ("submitit_slurm", "timeout_min=5m", "timeout_min=60"),
+    ("submitit_slurm", "partitions=x", "partition=x"),
+    ("submitit_slurm", "slurm.partition=x", "partition=x"),
+    ("submitit_slurm", "nodes=two", "nodes=1"),
+    ("submitit_slurm", "parallel_points=two", "array_parallelism=256"),
+    ("submitit_slurm", "setup=module", ""),
+    ("submitit_local", "timeout=5", "timeout_min=5"),
+]
+
+
+def read(*overrides: str) -> LauncherSettings:
+    """As an entry point, with and without -m."""
+    register_plugins()
+    if found := problems(list(overrides), "rl"):
+        raise ConfigError(found)
+    return settings_of(compose_yaml(list(overrides)).hydra.launcher)
+
+
+def of_the_node(key: str) -> str:
+    sign = "+" * key.startswith("+")
+    return f"{sign}{NODE}{key.removeprefix(sign)}"
+
+
+def refusal(*overrides: str) -> UserError:
+    with pytest.raises(ConfigError) as refused:
+        read(*overrides)
+    (violation,) = refused.value.violations
+    return violation
+
+
+@pytest.mark.parametrize(("launcher", "typed", "remedy"), WRONG, ids=[f"{of} {typed}" for of, typed, _ in WRONG])
+def test_a_wrong_key_is_refused_with_a_remedy_that_works(launcher, typed, remedy):
+    told = refusal(f"hydra/launcher={launcher}", of_the_node(typed))
+    assert told.where == NODE + typed.lstrip("+").partition("=")[0]
+    assert told.what
+    assert told.why
+    if remedy:
+        assert told.fix == NODE + remedy
+        read(f"hydra/launcher={launcher}", told.fix)
+    else:
+        assert told.fix.startswith("leave it out")
+
+
+@pytest.mark.parametrize(
+    ("choice", "meant"), [("slurmm", "slurm"), ("submitit", "submitit_slurm"), ("loca", "local"), ("x", "auto")]
+)
+def test_a_launcher_that_there_is_not_is_refused_with_those_that_there_are(choice, meant):
+    told = refusal(f"hydra/launcher={choice}")
+    assert told.fix == f"hydra/launcher={meant}"
+    assert "submitit_slurm" in told.why
+    assert "basic" not in told.why
+    read(told.fix)
+
+
+def test_keys_of_a_launcher_pass():
+    assert read("hydra/launcher=slurm", f"{NODE}slurm.time=5", f"{NODE}array_parallelism=2").slurm.time == 5
+    assert read("hydra/launcher=slurm", f"{NODE}slurm={{time: 5}}").slurm.time == 5
+    assert read("hydra/launcher=local", f"{NODE}timeout_min=5", f"{NODE}parallel_points=2").parallel_points == 2
+    line = f"{NODE}additional_parameters.exclusive=true"
+    assert read("hydra/launcher=submitit_slurm", line).slurm.sbatch == ("--exclusive",)
+
+
+@pytest.mark.parametrize("words", [["-m", "seed=1,2"], []], ids=["sweep", "alone"])
+def test_an_entry_point_says_it_before_anything_is_made(tmp_path, words):
+    line = ["hydra/launcher=slurm", f"{NODE}dry_run=true", f"{NODE}timeout=5"]
+    command = [sys.executable, "-m", "prl.rl", *words, *line]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"do:    {NODE}slurm.time=5" in done.stderr
+    assert list(tmp_path.iterdir()) == []
