@@ -92,7 +92,7 @@ def judge_gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
     yield from _build_and_driver(facts, needs)
     for index, gpu in enumerate(torch.gpus):
         arch = f"sm_{gpu['capability'][0]}{gpu['capability'][1]}"
-        told = f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB, {arch}, reaches {gpu['peers']} others directly"
+        told = f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB, {arch}, reaches {gpu['peers']} of the others directly"
         state: State = "broken" if gpu["error"] else "ok"
         fix = "nvidia-smi -q shows its state; leave it out with CUDA_VISIBLE_DEVICES" if gpu["error"] else ""
         yield Finding("train", f"GPU {index}", state, f"{told}{': ' + gpu['error'] if gpu['error'] else ''}", "", fix)
