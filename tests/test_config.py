@@ -143,3 +143,9 @@ def test_overrides_are_read_as_typed():
     """Hydra's own list of them puts in values, or fails, where one says ${...}."""
     node = OmegaConf.create({"overrides": {"task": ["seed=${max_steps}", "name=${nope}"]}, "max_steps": 7})
     assert task_overrides(node) == ["seed=${max_steps}", "name=${nope}"]
+
+
+def test_the_home_directory_may_be_said_as_shells_say_it(monkeypatch):
+    monkeypatch.setenv("HOME", "/a/home")
+    model = compose(["model.path='~/models/x'", "model.tokenizer='~/tokenizer'"]).model
+    assert (model.path, model.tokenizer) == ("/a/home/models/x", "/a/home/tokenizer")

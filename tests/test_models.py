@@ -1,6 +1,7 @@
 """Our decoder against transformers, names and checkpoints in both directions, damaged files."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -308,3 +309,14 @@ def test_scaled_rotary_embedding_is_not_passed_over(field, tmp_path):
     with pytest.raises(UserError, match="rope_type"):
         check_card(tmp_path, card)
     check_card(tmp_path, card.model_copy(update={"family": "other"}))
+
+
+def test_others_may_read_a_checkpoint_as_far_as_the_umask_lets_them(tmp_path):
+    before = os.umask(0o027)
+    try:
+        card = dense_card()
+        save_checkpoint(hf_tensors(random_model(card)), tmp_path / "model", card)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "model").iterdir()}
+    assert modes == {"config.json": "0o640", "model.safetensors": "0o640"}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from prl.config.schema_fields import (
     Devices,
+    DirectoryOrName,
     Fraction,
     Group,
     Nodes,
@@ -127,8 +128,12 @@ class ModelConfig(Group):
     """Group `model`: which weights, which code runs them."""
 
     name: str
-    path: str | None = None  # Hugging Face checkpoint directory or hub id; None: random weights made from the card
-    tokenizer: str | None = None  # directory or hub id; None: the one at `path`; "byte": the built-in byte-level one
+    path: DirectoryOrName | None = (
+        None  # Hugging Face checkpoint directory or hub id; None: random weights made from the card
+    )
+    tokenizer: DirectoryOrName | None = (
+        None  # directory or hub id; None: the one at `path`; "byte": the built-in byte-level one
+    )
     impl: Literal["auto", "custom", "hf"] = "auto"
     attn: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; master weights are always float32

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST = 2**31 - 1  # of anything that is counted: what 32 bits of a kernel, a header or a tensor's size hold
 MAX_TEMPERATURE = 1000.0  # beyond, all tokens are equally probable, and engines refuse it
@@ -30,6 +31,7 @@ Nodes = Annotated[int, Field(gt=0, le=65536)]
 Devices = Annotated[int, Field(gt=0, le=65536)]
 NoneOrDevices = Annotated[int, Field(ge=0, le=65536)]
 Text = Annotated[str, Field(min_length=1)]
+DirectoryOrName = Annotated[str, AfterValidator(os.path.expanduser)]  # ~/ is the home of whoever composes it
 # http:// or https://, a host, a port; no path, and nobody's name and password
 EngineUrl = Annotated[str, Field(pattern=r"^https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

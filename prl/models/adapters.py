@@ -19,6 +19,7 @@ from prl.config.errors import UserError
 from prl.config.schema import LoraConfig, ModelCard
 from prl.models.lora import EXPERTS, copy_shard, is_adapter, whole_tensor
 from prl.models.names import to_hf
+from prl.runtime.directory.files import save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
@@ -29,15 +30,13 @@ def export_adapter(model: nn.Module, card: ModelCard, lora: LoraConfig, path: Pa
     """Write the adapters for `peft.PeftModel.from_pretrained`. A collective when the model is sharded; the ranks with
     `write` write. base: name or path of the model that they belong to.
     """
-    from safetensors.torch import save_file
-
     tensors = {}
     for name, tensor in peft_tensors(model, card):
         if write:
             tensors[name] = tensor.float().cpu().contiguous()
     if write:
         path.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, path / WEIGHTS, metadata={"format": "pt"})
         (path / CONFIG).write_text(json.dumps(peft_config(lora, base), indent=1) + "\n")
 
 

@@ -27,6 +27,7 @@ from prl.models.hub import fetch_checkpoint, repair
 from prl.models.lora import is_adapter, merged_parameters
 from prl.models.names import Region
 from prl.models.qwen3 import Qwen3Model
+from prl.runtime.directory.files import save_tensors
 
 INDEX = "model.safetensors.index.json"
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
@@ -277,8 +278,6 @@ def save_checkpoint(
     tensors: Iterable[tuple[str, Tensor]], path: Path, card: ModelCard, shard_bytes: int = 5 << 30
 ) -> None:
     """Write safetensors shards, their index and config.json (of another family: `copy_tokenizer` brings it)."""
-    from safetensors.torch import save_file
-
     path.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     where: dict[str, int] = {}
@@ -286,14 +285,14 @@ def save_checkpoint(
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
         if size + nbytes > shard_bytes and shards[-1]:
-            save_file(shards[-1], path / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+            save_tensors(shards[-1], path / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
             shards[-1] = {}
             shards.append({})
             size = 0
         shards[-1][name] = tensor.cpu().contiguous().clone()
         where[name] = len(shards)
         size, total = size + nbytes, total + nbytes
-    save_file(shards[-1], path / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+    save_tensors(shards[-1], path / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
     names = {i: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)}
     if len(shards) == 1:
         names = {1: "model.safetensors"}

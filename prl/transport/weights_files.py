@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from prl.config.errors import UserError
+from prl.runtime.directory.files import save_tensors
 from prl.transport.buckets import Announce
 
 FILE_BYTES = 1 << 30  # of one file; the writing rank holds no more than this, and one tensor, of a model
@@ -49,14 +50,12 @@ class FilesystemPublisher:
 
     def _write(self, directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
         """One file after another, each as soon as it is full. Returns the CRC-32 of each."""
-        from safetensors.torch import save_file
-
         checksums: dict[str, int] = {}
         held: dict[str, Tensor] = {}
 
         def flush() -> None:
             path = directory / f"model{f'-{len(checksums)}' if checksums else ''}.safetensors"
-            save_file(held, path)
+            save_tensors(held, path)
             checksums[path.name] = crc32_of(path)
             held.clear()
 

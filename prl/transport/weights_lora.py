@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from prl.runtime.directory.files import save_tensors
 from prl.transport.buckets import Announce
 
 LORA = "lora"  # update_info["type"]
@@ -31,11 +32,9 @@ class AdapterPublisher:
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> None:
         """`tensors`: under PEFT's names."""
-        from safetensors.torch import save_file
-
         partial = self.dir / f"step_{version}.partial"
         partial.mkdir(exist_ok=True)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, partial / WEIGHTS)
+        save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(self.config))
         final = self.dir / f"step_{version}"
         partial.rename(final)

@@ -13,9 +13,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prl.config.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 PARTIAL = ".partial"  # ends the name of a file that is about to replace another one
@@ -83,6 +86,16 @@ def read_object(path: Path) -> dict[str, Any] | None:
         return parse_object(path.read_bytes())
     except OSError:
         return None
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that others may read as far as the umask lets them; the library leaves it to its owner."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
 
 
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, mode: int = 0o644) -> None:
