@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from test_compare import compared
 
+from prl.compare.points import read_point
 from prl.compare.table import render_text
 from prl.config import ConfigError, compose
 from prl.config.errors import UserError
@@ -21,10 +22,15 @@ from prl.metrics.writer import MetricsWriter
 from prl.orchestrator.intervals import bootstrap, interval_over_tasks, wilson
 from prl.orchestrator.served import ServedEngines
 from prl.planning.planner import make_plan
+from prl.runtime.agent import freeze
 from prl.runtime.directory.checkpoints import TRAINER, commit, staging_dir
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import StatusFile
+from prl.runtime.launch import run as launch
 from prl.runtime.policy_source import find_policy
+from prl.status import WHY_WIDTH
+from prl.status import render as status_of
+from prl.watch.store import Store
 
 # --- intervals --------------------------------------------------------------------------------------------------------
 
@@ -89,6 +95,19 @@ def test_an_unfinished_run_has_a_last_checkpoint_and_no_export_that_counts(tmp_p
     (run / "export").mkdir()
     (run / "export/config.json").write_text("{}")
     assert found(run) == (4, None)
+
+
+def test_a_point_that_is_refused_says_why_wherever_it_is_shown(tmp_path):
+    point = tmp_path / "sweep/step-77"
+    words = [f"eval.run={make_run(tmp_path / 'run')}", "eval.step=77", f"output_dir={point}"]
+    config = compose([*words, "logging=none", f"cache_dir={tmp_path}/cache"], "eval")
+    freeze(point, make_plan(config))
+    with pytest.raises(UserError, match="no checkpoint of step 77"):
+        launch(config)
+    why = f"config: root: {tmp_path}/run has no checkpoint of step 77."
+    assert read_point(point, "step-77").why == Store(tmp_path / "sweep").overview()["runs"][0]["why"] == why
+    assert why[:WHY_WIDTH].strip() in status_of(tmp_path / "sweep")[0]
+    assert "| do:    eval.step=4" in status_of(point)[0]
 
 
 @pytest.mark.parametrize("step", ["3", "6"])

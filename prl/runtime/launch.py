@@ -29,7 +29,7 @@ from prl.runtime.people.progress import Progress
 from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
-from prl.runtime.process.failures import Failure
+from prl.runtime.process.failures import Failure, failure_of_root
 from prl.runtime.process.gpus import refuse_too_few_gpus, roles_without_gpu
 from prl.runtime.process.reaper import Reaper
 from prl.runtime.process.signals import StopSignals
@@ -147,8 +147,9 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
         outcome = Supervisor(plan, path, home, status, resume_step, init_model_path).run()
         if outcome.state == "done":
             drop_converted(path)
-    except BaseException:
-        status.update(state="failed")
+    except BaseException as error:
+        cause = failure_of_root(error, as_user_error(error, path)) if isinstance(error, Exception) else None
+        status.update(state="failed", failure=status.content["failure"] or cause)
         raise
     return outcome
 

@@ -105,6 +105,14 @@ def parse_error_record(data: bytes) -> dict[str, Any]:
         return {}
 
 
+def failure_of_root(error: Exception, told: UserError | None) -> dict[str, Any]:
+    """`failure` of status.json for an error of the root itself, which has no log; of what the user is told, all."""
+    kind = classify("root", 1, parse_error_record(error_record(error)), (), 0)
+    message = describe(1, parse_error_record(error_record(told or error)), 0)
+    details = told.render().splitlines()[1:] if told else []
+    return Failure(kind, "root", 0, 0, message, "", tuple(line.strip() for line in details)).to_status()
+
+
 def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     """The last lines of a log."""
     try:
