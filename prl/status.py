@@ -13,7 +13,7 @@ from typing import Any
 from prl.config.console import console_error, leave_told, shield_console
 from prl.config.errors import UserError
 from prl.runtime.agent import read_attempts
-from prl.runtime.directory.files import parse_object
+from prl.runtime.directory.files import find_directories, open_regular, parse_object
 from prl.runtime.directory.ledger import summarise_failures
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
@@ -112,13 +112,7 @@ def waiting_points(sweep_dir: Path) -> dict[str, str]:
 
 def find_runs(directory: Path) -> list[Path]:
     """Run directories at any depth below, not looking into runs."""
-    found = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if status_path(path).exists():
-            found.append(path)
-        elif path.is_dir():
-            found += find_runs(path)
-    return found
+    return find_directories(directory, lambda path: status_path(path).exists())
 
 
 def true_state(run_dir: Path, status: dict[str, Any]) -> str:
@@ -194,7 +188,7 @@ def last_rows(run: Path) -> dict[str, Any]:
 def tail(path: Path) -> list[str]:
     """The last lines of a file, without reading all of it."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()
     except OSError:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ import pytest
 from aiohttp import ClientSession, CookieJar
 from watch_directory import make_run
 
+from prl.compare import curves
+from prl.compare.points import read_point
 from prl.config.errors import UserError
 from prl.metrics.rollouts import ROLLOUTS, segments
+from prl.status import find_runs as status_runs
+from prl.status import render
 from prl.watch import series
 from prl.watch.__main__ import listen, open_store
 from prl.watch.server import VIEWS, serve
@@ -66,6 +71,62 @@ def view(root: Path, name: str, **query: Any) -> Any:
             return answer.status, await answer.json()
 
     return asked(root, ask)
+
+
+NO_LINES = {  # file of a run -> lines that tell nothing, whatever wrote them
+    "metrics/trainer.0.jsonl": ["[" * 200_000, '{"step": 1%s}' % ("0" * 400), '{"step": [1], "loss": 1}'],
+    "metrics/orchestrator.jsonl": [
+        "[" * 200_000,
+        '{"step": 2, "reward": 1%s}' % ("0" * 400),
+        '{"reward": 1, "step": {}}',
+    ],
+    "rollouts/tokens-000000.jsonl": ["[" * 200_000, '{"tokens": [1]}', '{"tokens": {"1": 2}}'],
+    "rollouts/rollouts-000001.jsonl": ["[" * 200_000, '{"step": 2%s}' % ("0" * 400)],
+}
+
+
+def test_lines_that_cannot_be_read_count_as_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"})
+    views = (("overview", {}), ("run", {"run": "s/run"}), ("rollouts", {"run": "s/run", "first": 0, "count": 50}))
+    before, figures = [view(tmp_path, name, **query) for name, query in views], read_point(run, "run").figures
+    for name, lines in NO_LINES.items():
+        bad, good = "".join(line + "\n" for line in lines), (run / name).read_text() if (run / name).exists() else ""
+        (run / name).write_text(bad + good if name.startswith("metrics") else good + bad)  # offsets are rollouts' names
+    assert [view(tmp_path, name, **query) for name, query in views] == before
+    assert read_point(run, "run").figures == figures
+    assert before[0][0] == before[1][0] == before[2][0] == 200
+    assert curves.is_number(1)
+    assert not curves.is_number(10**400)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["status.json", "plan.json", "metrics/trainer.0.jsonl", "failures.jsonl", ".lock"])
+def test_a_fifo_in_a_run_directory_keeps_nobody_waiting(name: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"}, state="running")
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    store, done = Store(tmp_path), threading.Event()
+
+    def look() -> None:
+        store.warm()
+        assert [row["name"] for row in store.overview()["runs"]] == ["s/run"]
+        assert "run" in render(tmp_path)[0]
+        read_point(run, "run")
+        done.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    assert done.wait(30)
+
+
+def test_links_do_not_multiply_runs(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    run = make_run(root / "s/run", {"seed": "1"})
+    make_run(tmp_path / "elsewhere", {"seed": "2"})
+    (root / "s/loop").symlink_to(root)
+    (root / "a-latest").symlink_to(run)
+    (root / "b").symlink_to(tmp_path / "elsewhere")
+    assert [row["name"] for row in Store(root).overview()["runs"]] == ["b", "s/run"]
+    assert status_runs(root) == [root / "b", run]
 
 
 def test_nothing_is_told_without_the_token(sweep: Path) -> None:

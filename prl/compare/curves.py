@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
@@ -134,18 +135,22 @@ def _by_step(rows: list[Row]) -> dict[int, Row]:
 def _series(rows: dict[str, list[Row]], metric: Metric | None) -> Series:
     if metric is None:
         return []
-    values = {row["step"]: row[metric.key] for row in rows[metric.role] if metric.key in row and "step" in row}
+    values = {
+        row["step"]: row[metric.key]
+        for row in rows[metric.role]
+        if metric.key in row and isinstance(row.get("step"), int)
+    }
     return [(step, values[step]) for step in sorted(values) if is_number(values[step])]
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _number(row: Row, key: str) -> float:
     """0 for what is missing or not finite."""
     value = row.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+    return float(value) if value is not None and is_number(value) else 0.0
 
 
 def _numbers(rows: list[Row], key: str) -> list[float]:

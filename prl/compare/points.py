@@ -11,7 +11,7 @@ from prl.compare.curves import ROLES, Curves, make_curves
 from prl.compare.hours import PaidHours, read_paid_hours
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
-from prl.runtime.directory.files import read_object
+from prl.runtime.directory.files import find_directories, read_object
 from prl.runtime.directory.rundir import ENV, is_locked
 from prl.runtime.directory.status_file import FINAL_STATES, read_status
 
@@ -75,13 +75,7 @@ def read_directory(target: Path) -> list[Point]:
 
 def find_runs(directory: Path) -> list[Path]:
     """Directories with a plan.json at any depth, not looking into them."""
-    found = []
-    for path in sorted(directory.iterdir()):
-        if (path / "plan.json").exists():
-            found.append(path)
-        elif path.is_dir():
-            found += find_runs(path)
-    return found
+    return find_directories(directory, lambda path: (path / "plan.json").exists())
 
 
 def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> Point:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from prl.metrics.writer import metrics_path
-from prl.runtime.directory.files import parse_object, replace_file
+from prl.runtime.directory.files import open_regular, parse_json, parse_object, replace_file
 
 Row = dict[str, Any]
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
@@ -23,7 +22,7 @@ class Tail:
     def poll(self) -> list[Row]:
         """Rows completed since the last call."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset)
                 data = file.read()
         except OSError:  # not there yet, or not now: the next call reads on
@@ -57,7 +56,7 @@ def _parse_all(data: bytes) -> list[Row]:
     """The rows of whole lines. All at once, a third of the time, unless one is torn or a number is not finite."""
     if not any(f'"{word}"'.encode() in data for word in NOT_FINITE):
         try:
-            rows = json.loads(b"[" + b",".join(data.splitlines()) + b"]")
+            rows = parse_json(b"[" + b",".join(data.splitlines()) + b"]")
         except ValueError:
             pass
         else:

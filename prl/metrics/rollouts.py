@@ -131,7 +131,8 @@ def read_tokens(rows: Iterable[dict[str, Any]]) -> dict[int, bytes]:
     """All that rows of `token_rows` tell."""
     found: dict[int, bytes] = {}
     for row in rows:
-        for token, piece in (row.get("tokens") or {}).items():
+        told = row.get("tokens")
+        for token, piece in told.items() if isinstance(told, dict) else ():
             with contextlib.suppress(ValueError, TypeError):
                 found[int(token)] = bytes.fromhex(piece)
     return found

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from prl.runtime.directory.files import open_regular
+
 CHUNK = 32 << 20  # bytes read at once
 
 
@@ -39,7 +41,7 @@ class Lines:
     def new(self) -> Iterator[Line]:
         """Whole lines that were appended since the last call."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 while True:
                     file.seek(self.offset)
                     data = file.read(CHUNK)
@@ -62,6 +64,6 @@ class Lines:
 
 def read_line(path: Path, offset: int) -> bytes:
     """One line again. Raises OSError where its file is gone."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(offset)
         return file.readline()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from prl.metrics import rollouts as files
 from prl.orchestrator.failure_log import FILE_NAME as FAILURES
-from prl.runtime.directory.files import parse_object
+from prl.runtime.directory.files import parse_json, parse_object
 from prl.watch.following import Line, Lines, read_line
 
 Entry = dict[str, Any]
@@ -68,7 +67,7 @@ class RolloutIndex:
         if row is None or not isinstance(row.get("step"), int):
             return
         entry = {key: row.get(key) for key in LIGHT}
-        documents = [sample.get("document") for sample in row.get("samples") or [] if isinstance(sample, dict)]
+        documents = [str(sample.get("document")) for sample in _samples(row)]
         self._add(entry, line, documents)
 
     def _take_failure(self, line: Line) -> None:
@@ -112,14 +111,15 @@ class RolloutIndex:
         if entry is None:
             raise LookupError("this rollout is not there: given up for newer ones, or its run has begun again")
         row = _read(*entry["_place"])
-        samples = [self._sample(entry, sample) for sample in row.get("samples") or [] if isinstance(sample, dict)]
+        samples = [self._sample(entry, sample) for sample in _samples(row)]
         kept = {key: row.get(key) for key in ("messages", "metrics", "versions", "trace")}
         return _shown(entry) | kept | {"samples": samples}
 
     def _sample(self, entry: Entry, sample: dict[str, Any]) -> dict[str, Any]:
         """Lists of one entry per token: text, log-probabilities (engine's and trainer's), mismatch, version."""
         ids = files.unpack(sample.get("input_ids"), "i")
-        runs = files.unpack(sample.get("versions"), "i").reshape(-1, 2)
+        runs = files.unpack(sample.get("versions"), "i")
+        runs = runs[: len(runs) // 2 * 2].reshape(-1, 2)
         versions = np.repeat(runs[:, 0], np.maximum(runs[:, 1], 0))[: len(ids)]
         mask = versions >= 0
         engine = _spread(files.unpack(sample.get("logp"), "f"), mask)
@@ -159,10 +159,15 @@ def _shown(entry: Entry) -> Entry:
     return {key: value for key, value in entry.items() if not key.startswith("_")}
 
 
+def _samples(row: dict[str, Any]) -> list[dict[str, Any]]:
+    samples = row.get("samples")
+    return [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
+
+
 def _read(path: Path, offset: int) -> dict[str, Any]:
     """Raises LookupError for a row that is gone."""
     try:
-        row = json.loads(read_line(path, offset))
+        row = parse_json(read_line(path, offset))
     except (OSError, ValueError) as error:
         raise LookupError("this rollout was given up for newer ones, or the run has begun again") from error
     return row if isinstance(row, dict) else {}

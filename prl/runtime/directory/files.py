@@ -10,10 +10,13 @@ import errno
 import fcntl
 import json
 import os
+import stat
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from prl.config.errors import UserError
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+INT_DIGITS = sys.float_info.max_10_exp  # at most: a float holds all of so many
 PARTIAL = ".partial"  # ends the name of a file that is about to replace another one
 
 
@@ -62,10 +66,27 @@ def append_objects(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             file.close()
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read. Raises OSError where there is none, or something else: opening a FIFO would wait for a writer."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return open(fd, "rb")
+    os.close(fd)
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(number, os.strerror(number), str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a file. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines; what is torn or something else is left out."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
     except OSError:
         return []
     return [row for line in lines if (row := parse_object(line)) is not None]
@@ -74,18 +95,52 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
 def parse_object(text: str | bytes) -> dict[str, Any] | None:
     """A JSON object; None for anything else."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Raises ValueError for what is no JSON, is too deep, or has an integer that no float can hold."""
+    try:
+        return json.loads(text, parse_int=_parse_int)
+    except RecursionError as error:
+        raise ValueError("JSON of too many levels") from error
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > INT_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file holds; None if there is no file, or none that can be read."""
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_regular(path))
     except OSError:
         return None
+
+
+def find_directories(root: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
+    """Those at any depth below that are wanted, sorted, not looking into them. Each is there once, however many
+    symbolic links lead to it, and under its own name if that lies below the root.
+    """
+    found: list[Path] = []
+    seen: set[Path] = set()
+    ahead, links = [root], deque[Path]()
+    while ahead or links:
+        path = ahead.pop() if ahead else links.popleft()  # links behind all that can be had without them
+        if not path.is_dir() or path.resolve() in seen:
+            continue
+        seen.add(path.resolve())
+        if path != root and is_wanted(path):
+            found.append(path)
+            continue
+        for inner in path.iterdir():
+            (links if inner.is_symlink() else ahead).append(inner)
+    return sorted(found)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -210,7 +265,7 @@ def as_user_error(error: BaseException, run_dir: Path) -> UserError | None:
 def is_held(path: Path) -> bool:
     """Whether a process holds an exclusive lock on this file; False where there is no file, or no locks."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # not to wait at a FIFO
     except OSError:
         return False
     try:
