@@ -9,6 +9,20 @@ from prl.config.composing import problems as complaints
 from prl.config.sweep import compose_points
 
 
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ("inference.urls=http://127.0.0.1:8100", "inference.urls=['http://127.0.0.1:8100']"),
+        ("inference.urls=[127.0.0.1:8100]", "inference.urls=[http://127.0.0.1:8100]"),
+        ("inference.urls=[http://localhost:8100/]", "inference.urls=[http://localhost:8100]"),
+        ("deployment.infer_gpu_ids=3", "deployment.infer_gpu_ids=[3]"),
+    ],
+)
+def test_one_where_a_list_is_meant_and_an_address_in_another_form(said: str, fix: str) -> None:
+    (problem,) = problems([said])
+    assert problem.fix.replace("'", "").startswith(fix.replace("'", ""))
+
+
 def problems(overrides: list[str], job: str = "rl") -> list[UserError]:
     with pytest.raises(ConfigError) as info:
         compose(overrides, job)

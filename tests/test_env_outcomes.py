@@ -398,6 +398,7 @@ def test_what_is_nobodys_data_ends_the_run_with_its_own_error(renderer, tmp_path
     [
         (no_tokens, 0, EnvironmentBroken, r"\(200 grader\); the last one: it fell.*env.mix.reverse_text.id="),
         (cancelled, 0, NothingWorks, r"\(200 infrastructure\)"),
+        (never, 0, EnvironmentBroken, r"\(200 timeout\); the last one: no end after 1.0 s\."),
     ],
 )
 def test_a_long_row_of_failures_names_their_outcomes(renderer, tmp_path, end, replies, error, words):
@@ -405,6 +406,14 @@ def test_a_long_row_of_failures_names_their_outcomes(renderer, tmp_path, end, re
         results_of(renderer, Scripted(end, replies), tmp_path, count=MAX_FAILURES_IN_A_ROW)
     assert type(caught.value) is error
     assert len(read_objects(tmp_path / "failures.jsonl")) == KEPT
+
+
+def test_a_slow_engine_is_not_the_environments_fault(renderer, tmp_path):
+    with pytest.raises(NothingWorks, match=r"an engine was generating\..*too slow for so many") as caught:
+        results_of(
+            renderer, Scripted(never), tmp_path, count=MAX_FAILURES_IN_A_ROW, before=lambda engine, _: engine.go.clear()
+        )
+    assert type(caught.value) is NothingWorks
 
 
 def test_the_file_of_failures_stays_small(tmp_path):

@@ -279,7 +279,7 @@ def test_an_engine_that_is_started_again_is_taken_back_in(server, tmp_path) -> N
 @pytest.mark.slow
 def test_a_run_without_engines_ends_after_a_time_and_names_them(server, tmp_path) -> None:
     out = tmp_path / "run"
-    more = ["max_steps=1000", "deployment.start_timeout_s=8"]
+    more = ["max_steps=1000", "deployment.start_timeout_s=25"]
     training = start(server.arguments(out, *more), tmp_path, env=server.env)
     try:
         wait_for_step(training, out, 1)
@@ -288,5 +288,5 @@ def test_a_run_without_engines_ends_after_a_time_and_names_them(server, tmp_path
     finally:
         training.kill()
     assert ended.code == 2, ended.output
-    assert "No engine has answered for 8 s" in ended.output
+    assert "No engine has answered for 25 s" in ended.output
     assert server.url in ended.output

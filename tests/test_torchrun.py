@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +133,28 @@ def test_torchrun_starts_the_trainers_of_a_frozen_point(opened: Terminals, tmp_p
     assert [opened.code(each) for each in (*others, ranks)] == [0, 0, 0], opened.says(others[0])
     assert "trainer/1 joined" in opened.says(others[0])
     wait_for(lambda: read_status(tmp_path / "point").get("state") == "done")
+    late = opened.open("-m", "prl.inference", point)
+    assert opened.code(late) == 0
+    assert "is done already" in opened.says(late)
+
+
+@pytest.mark.slow
+def test_torchrun_fails_with_the_run_and_says_who_was_lost(opened: Terminals, tmp_path: Path) -> None:
+    config = make_config("rl", ("deployment.num_train_gpus=2", "max_steps=1000"), tmp_path / "point")
+    claim(make_plan(config)).release()
+    point, scripted = str(tmp_path / "point"), str(TESTS / "scripted_terminal.py")
+    root, inference = (opened.open(scripted, kind, point) for kind in ("orchestrator", "inference"))
+    ranks = opened.open(*TORCHRUN, "-m", "prl.trainer", point)
+    wait_for(lambda: read_status(tmp_path / "point").get("state") == "running")
+    opened.processes[inference].kill()
+    assert (opened.code(root), opened.code(ranks)) == (1, 1), opened.says(root)
+    assert f"trainer/0: the run has ended: failed: inference ({os.uname().nodename}) is lost" in opened.says(ranks)
+
+
+@pytest.mark.parametrize(("frozen", "remedy"), [(False, ", or deployment."), (True, ", or a point frozen anew with")])
+def test_a_frozen_point_takes_no_overrides(frozen: bool, remedy: str) -> None:
+    torchrun = find_torchrun(FULL)
+    assert torchrun is not None
+    with pytest.raises(UserError) as refused:
+        check_layout(plan_of("deployment.num_train_gpus=4"), torchrun, frozen)
+    assert remedy in refused.value.fix

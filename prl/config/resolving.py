@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -164,6 +165,10 @@ def _suggest(key: str, items: list[dict[str, Any]]) -> str:
             options = [option.strip("'") for option in str(context["expected"]).replace(" or ", ", ").split(", ")]
             close = difflib.get_close_matches(str(item["input"]), options, n=1, cutoff=0.4)
             return f"{key}={(close or options)[0]}"
+        if item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):  # one where a list is meant
+            return f"{key}=[{as_override(item['input'])}]"
+        if key == "inference.urls" and (server := re.search(r"[\w.-]+:\d{1,5}", str(item["input"]))):
+            return f"{key}=[http://{server[0]}]: a server, without a path"
     default = default_of(key)
     if default is not None:
         return f"{key}={default}"

@@ -76,6 +76,7 @@ class RunnerStats:
     failures: int = 0
     # env -> outcomes of those that failed since one of its rollouts finished
     failed_in_a_row: dict[str, Counter[Outcome]] = field(default_factory=dict)
+    slow_in_a_row: Counter[str] = field(default_factory=Counter)  # of them, those late that waited for an engine
     cancelled: int = 0  # rollouts that took longer than they may
     retried: int = 0  # rollouts begun again, since their environment's process went away
     clock: BusyClock = field(default_factory=BusyClock)
@@ -95,6 +96,7 @@ class _Begun:
     conversation: Conversation = field(init=False)
     task: str = ""
     is_late: bool = False
+    waits_for_engine: bool = False
 
     @property
     def samples(self) -> list[Sample]:
@@ -190,6 +192,7 @@ class RolloutRunner:
             failure = RolloutFailed("cancelled by nobody of this run", "infrastructure", traceback.format_exc())
         else:
             self.stats.failed_in_a_row.pop(begun.choice.env, None)
+            self.stats.slow_in_a_row.pop(begun.choice.env, None)
             return rollout
         return self._fail(begun, failure)
 
@@ -213,6 +216,7 @@ class RolloutRunner:
             return instead
         # else they fail because the engines are being started again, or wait for weights
         if (self.engines.any_serving.is_set() and not self.engines.starved) or outcome in ("environment", "grader"):
+            stats.slow_in_a_row[choice.env] += begun.is_late and begun.waits_for_engine
             self._count_in_a_row(choice.env, outcome, text)
         return FailedRollout(outcome, text)
 
@@ -225,6 +229,14 @@ class RolloutRunner:
         said = f"{in_a_row.total()} rollouts of env/{env} in a row failed ({kinds}); the last one: {text}."
         if in_a_row["infrastructure"] * 2 > in_a_row.total():
             raise NothingWorks(f"{said} All that is known of them is in {FILE_NAME} and in the engines' logs.")
+        if self.stats.slow_in_a_row[env] * 2 > in_a_row.total():
+            limit = self.config.inference.max_concurrent_rollouts
+            raise NothingWorks(
+                f"{said} When most of them ended, an engine was still generating for them: it is too slow for so many. "
+                f"Fewer at a time (inference.max_concurrent_rollouts={limit}), shorter ones "
+                "(inference.sampling.max_tokens), more time (env.rollout_timeout_s) or more engines; the same command "
+                "resumes."
+            )
         raise EnvironmentBroken(
             f"{said} {FILE_NAME} in the run's directory has their tracebacks and messages: mend the environment "
             f"(env.mix.{env}.id={self.config.env.mix[env].id}), and the same command resumes."
@@ -256,7 +268,11 @@ class RolloutRunner:
                 raise RolloutFailed(f"TimeoutError: {error}", "infrastructure", traceback.format_exc()) from error
             begun.is_late = True
             is_up = self.engines.any_serving.is_set() and not self.engines.starved and env.connected.is_set()
-            what = f"no end after {timeout_s} s" if is_up else f"no engine or environment within {timeout_s} s"
+            what = (
+                f"no end after {timeout_s} s" + ", an engine was generating" * begun.waits_for_engine
+                if is_up
+                else f"no engine or environment within {timeout_s} s"
+            )
             raise RolloutFailed(what, "timeout" if is_up else "infrastructure") from None
         if not begun.samples:
             raise RolloutFailed("the environment scored a conversation without a single reply")
@@ -278,10 +294,12 @@ class RolloutRunner:
             def send(replica: int | None) -> Coroutine[Any, Any, Generation]:
                 return self.engines.generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, replica, telling)
 
+            begun.waits_for_engine = True
             try:
                 reply = await (self.lockstep.request(request_id, send) if self.lockstep else send(None))
             except (LookupError, TypeError, ValueError, AttributeError) as error:  # fields that are not what they are
                 raise EngineError(f"an engine's answer cannot be read: {type(error).__name__}: {error}") from error
+            begun.waits_for_engine = False
             if reply.finish_reason == "abort":  # half a reply is nothing to score or to learn from
                 raise EngineError(f"an engine aborted a request after {len(reply.token_ids)} tokens")
             begun.replies[turn:] = [(prompt_ids, reply)]

@@ -19,6 +19,7 @@ from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import RunPlan
 from prl.runtime.agent import read_plan
+from prl.runtime.directory.status_file import read_status
 from prl.runtime.nodes.job_nodes import BY_HAND, KEY, Meeting, announce, without_job
 from prl.runtime.nodes.node_agent import serve_seat
 from prl.runtime.nodes.seats import LEADERS, Seat, seats_by_hand, seats_of_ranks
@@ -125,7 +126,7 @@ def _run_role(kind: str, path: Path, node: int | None) -> int:
             fix=f"python -m prl.runtime.agent {path}",
         )
     if torchrun is not None:
-        check_layout(plan, torchrun)
+        check_layout(plan, torchrun, frozen=True)
     if torchrun is not None and LEADERS[plan.config.job] == "trainer":
         seats = seats_of_ranks(plan)
         index = torchrun.rank
@@ -134,6 +135,9 @@ def _run_role(kind: str, path: Path, node: int | None) -> int:
         index = _find_seat(seats, plan, kind, node, torchrun)
     place_devices(plan, seats[index])
     if index > 0:
+        if read_status(path).get("state") == "done":
+            print(f"{path} is done already", flush=True)
+            return 0
         print(f"{seats[index].name}: waiting for {seats[0].command}", flush=True)
         return take_seat(path, plan, index, seats[index], torchrun)
     from prl.runtime.launch import run
@@ -202,7 +206,8 @@ def take_seat(path: Path, plan: RunPlan, index: int, seat: Seat, torchrun: Torch
     names = ", ".join(sorted(seat.roles or ()))
     with torchrun.signals() if torchrun else StopSignals() as signals:
         verdict = serve_seat(path, plan, index, seat, signals)
-    if torchrun is not None:  # the exit code of rank 0 says how it ended; another one here would cut its last words off
+    if torchrun is not None and (torchrun.rank > 0 or LEADERS[plan.config.job] == "trainer"):
+        # rank 0 says how it ended, by its exit code, too; another one here would cut its last words off
         return 1 if verdict is None and not signals.count else 0
     print(f"{names}: the run has ended: {verdict or 'its root is gone'}", flush=True)
     if verdict == "done":

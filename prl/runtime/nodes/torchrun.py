@@ -119,8 +119,9 @@ def refuse_torchrun(job: str) -> None:
         )
 
 
-def check_layout(plan: RunPlan, torchrun: Torchrun) -> None:
-    """Raise UserError unless torchrun's processes are the plan's trainer ranks."""
+def check_layout(plan: RunPlan, torchrun: Torchrun, frozen: bool = False) -> None:
+    """Raise UserError unless torchrun's processes are the plan's trainer ranks. A frozen plan takes no overrides."""
+    otherwise = ", or a point frozen anew with" if frozen else ", or"
     ranks = plan.roles_of("trainer")
     sizes = {sum(role.node == node for role in ranks) for node in {role.node for role in ranks}}
     nodes = len({role.node for role in ranks})
@@ -131,13 +132,13 @@ def check_layout(plan: RunPlan, torchrun: Torchrun) -> None:
             f"torchrun has started {torchrun.world_size} processes, and the plan has {len(ranks)} trainer ranks.",
             where=f"WORLD_SIZE={torchrun.world_size}",
             why="under torchrun each process is one trainer rank",
-            fix=f"{wanted}, or deployment.num_train_gpus={torchrun.world_size}",
+            fix=f"{wanted}{otherwise} deployment.num_train_gpus={torchrun.world_size}",
         )
     if sizes != {torchrun.local_world_size}:
         raise UserError(
             f"torchrun has {torchrun.local_world_size} processes on a node, and the plan {per_node}.",
             where=f"LOCAL_WORLD_SIZE={torchrun.local_world_size}, deployment.gpus_per_node",
             why="devices of a rank are counted on its node",
-            fix=f"{wanted}, or deployment=multi_node deployment.num_train_nodes="
+            fix=f"{wanted}{otherwise} deployment=multi_node deployment.num_train_nodes="
             f"{torchrun.world_size // torchrun.local_world_size} deployment.gpus_per_node={torchrun.local_world_size}",
         )
