@@ -46,12 +46,19 @@ WRONG = [  # launcher, what is typed, what is to be typed in its place; "": noth
     ("submitit_slurm", "timeout=5", "timeout_min=5"),
     ("submitit_slurm", "timeout=5m", "timeout_min=60"),
     ("submitit_slurm", "timeout_min=5m", "timeout_min=60"),
+    ("submitit_slurm", "timeout_min=-3", "timeout_min=60"),
+    ("submitit_slurm", "mem_gb=-3", "mem_gb=null"),
+    ("submitit_slurm", "signal_delay_s=0", "signal_delay_s=120"),
+    ("submitit_slurm", "max_num_timeout=-1", "max_num_timeout=0"),
+    ("submitit_slurm", "cpus_per_task=0", "cpus_per_task=null"),
+    ("submitit_slurm", "array_parallelism=0", "array_parallelism=256"),
     ("submitit_slurm", "partitions=x", "partition=x"),
     ("submitit_slurm", "slurm.partition=x", "partition=x"),
     ("submitit_slurm", "nodes=two", "nodes=1"),
     ("submitit_slurm", "parallel_points=two", "array_parallelism=256"),
     ("submitit_slurm", "setup=module", ""),
     ("submitit_local", "timeout=5", "timeout_min=5"),
+    ("submitit_local", "timeout_min=-3", "timeout_min=60"),
 ]
 
 
@@ -81,6 +88,8 @@ def test_a_wrong_key_is_refused_with_a_remedy_that_works(launcher, typed, remedy
     assert told.where == NODE + typed.lstrip("+").partition("=")[0]
     assert told.what
     assert told.why
+    if launcher == "submitit_slurm" and not told.what.startswith("This launcher has no key"):
+        assert "slurm." not in told.render(), "keys of the other launchers"
     if remedy:
         assert told.fix == NODE + remedy
         read(f"hydra/launcher={launcher}", told.fix)
