@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.points import Point
-from launch.settings import LauncherSettings, read_settings
+from launch.settings import LauncherSettings, read_settings, refuse_lines_of_the_plan
 from launch.submitit_nodes import SubmititSlurm
 from prl.config.errors import ConfigError, UserError
 from prl.config.keys import as_override
@@ -40,7 +40,15 @@ def slurm_settings(node: Mapping[str, Any]) -> LauncherSettings:
     """Of the node submitit_slurm. Raises ConfigError."""
     given = _plain(node)
     lines = [f"--{key.replace('_', '-')}={given[key]}" for key in AS_LINES if given.get(key) is not None]
-    lines += [_option(str(key), value) for key, value in given["additional_parameters"].items()]
+    more = {str(key): _option(str(key), value) for key, value in given["additional_parameters"].items()}
+    refused = [
+        told
+        for key, line in more.items()
+        for told in refuse_lines_of_the_plan([line], f"hydra.launcher.additional_parameters.{key}")
+    ]
+    if refused:
+        raise ConfigError(refused)
+    lines += more.values()
     slurm = {key: given[key] for key in AS_KEYS if given.get(key) is not None}
     slurm |= {"time": given["timeout_min"], "job_name": given["name"], "max_timeouts": given["max_num_timeout"]}
     slurm["max_retries"] = MAX_RETRIES
@@ -123,9 +131,14 @@ def _option(key: str, value: Any) -> str:
 
 
 def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -> None:
-    """Raise ConfigError for points whose plan takes other nodes or GPUs than the launcher was told to ask for."""
-    found, usual = {}, {"nodes": 1, "gpus_per_node": "null"}
+    """Raise ConfigError for points whose plan takes other nodes or GPUs than the launcher was told to ask for, or
+    whose own lines of sbatch do.
+    """
+    found: dict[str, UserError] = {}
+    usual = {"nodes": 1, "gpus_per_node": "null"}
     for point in points:
+        for told in refuse_lines_of_the_plan(point.config.slurm.sbatch or (), "slurm.sbatch"):
+            found[told.what] = told
         on_cpu = point.config.deployment.device == "cpu"
         takes = {"nodes": point.plan.num_nodes, "gpus_per_node": 0 if on_cpu else point.plan.gpus_per_node}
         for key, wanted in settings.asked.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -114,6 +115,44 @@ def test_keys_of_a_launcher_pass():
     assert read("hydra/launcher=local", f"{NODE}timeout_min=5", f"{NODE}parallel_points=2").parallel_points == 2
     line = f"{NODE}additional_parameters.exclusive=true"
     assert read("hydra/launcher=submitit_slurm", line).slurm.sbatch == ("--exclusive",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--nodes=4", "-N 4", "--ntasks=8", "--ntasks-per-node=8", "--ntasks-per-node=16", "--ntasks-per-gpu 1"]  # noqa: RUF005
+    + ["--array=0-3", "--output=x.log", "--error=x.err", "-o x.log", "--exclusive --nodes=2"],
+)
+def test_lines_of_sbatch_that_contradict_the_plan_are_refused_by_name(line):
+    told = refusal("hydra/launcher=slurm", f"{NODE}slurm.sbatch=['{line}']")
+    assert (told.where, line in told.what) == (f"{NODE}slurm.sbatch", True)
+    option = next(word for word in re.split("[= ]", line) if word != "--exclusive")
+    assert told.fix.startswith(f"leave {option} out")
+
+
+@pytest.mark.parametrize("key", ["nodes", "ntasks", "ntasks_per_node", "ntasks-per-node", "array", "output", "error"])
+def test_additional_parameters_that_contradict_the_plan_are_refused_by_name(key):
+    told = refusal("hydra/launcher=submitit_slurm", f"{NODE}additional_parameters.{key}=2")
+    assert told.where == f"{NODE}additional_parameters.{key}"
+    assert told.fix.startswith(f"leave --{key.replace('_', '-')} out")
+
+
+def test_other_lines_of_sbatch_pass():
+    lines = ["--gres=gpu:h100:8", "--gpus-per-node=h100:8", "--ntasks-per-node=1", "--exclusive", "--nodelist=n1"]
+    lines += ["--nice", "-x n7", "--comment=more than -n nodes", "--export=ALL"]
+    quoted = ",".join(f"'{line}'" for line in lines)
+    assert read("hydra/launcher=slurm", f"{NODE}slurm.sbatch=[{quoted}]").slurm.sbatch == tuple(lines)
+    given = f"{NODE}additional_parameters={{gres: 'gpu:h100:8', ntasks_per_node: 1}}"
+    found = read("hydra/launcher=submitit_slurm", given).slurm.sbatch
+    assert found == ("--gres=gpu:h100:8", "--ntasks-per-node=1")
+
+
+@pytest.mark.slow
+def test_lines_of_a_point_are_refused_before_a_script_is_written(tmp_path):
+    words = ["hydra/launcher=slurm", f"{NODE}dry_run=true", "slurm.sbatch=['--nodes=3']"]
+    command = [sys.executable, "-m", "prl.rl", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "slurm.sbatch has '--nodes=3'" in done.stderr) == (2, True), done.stderr
+    assert list(tmp_path.rglob("*.sbatch")) == []
 
 
 @pytest.mark.parametrize("words", [["-m", "seed=1,2"], []], ids=["sweep", "alone"])
