@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.planner import make_plan
 from prl.runtime.directory.files import locked
 from prl.runtime.directory.rundir import make_unique, refuse_foreign
+from prl.runtime.directory.status_file import read_status
 from prl.runtime.people.for_people import API_KEY
 from prl.runtime.preflight import check_directory
 from prl.runtime.process.ports import ANY_HOST, LOOPBACK
@@ -124,13 +126,24 @@ def wait_for_server(session: Session, path: Path) -> None:
         print(f"python -m prl.status {path} tells where it serves", file=sys.stderr)
         raise SystemExit(130) from None
     if not urls:
-        print(f"it does not serve: python -m prl.status {path}; {path / 'slurm'} has its log", file=sys.stderr)
+        print(why_it_does_not_serve(path), file=sys.stderr)
         session.exit_code = 1
         return
     for url in urls:
         print(f"serving at {url}", flush=True)
     if (path / API_KEY).exists():
         print(f"key for sampling: in {path / API_KEY}, for you alone", flush=True)
+
+
+def why_it_does_not_serve(path: Path) -> str:
+    """Of a server whose job has ended: the class, cause and remedy that its status has, and where more is said."""
+    more = f"python -m prl.status {path}; {path / 'slurm'} has its log"
+    failure = read_status(path).get("failure")
+    if not failure:
+        return f"it does not serve: {more}"
+    parts = [line for line in failure["log_tail"] if re.match(r"  (where|why|do):", line)]  # as a UserError renders
+    cause = f"{failure['role']} failed, class {failure['class']}: {failure['message']}"
+    return "\n".join([f"it does not serve: {cause}", *parts, f"  more:  {more}"])
 
 
 def refuse_impossible(points: list[Point], settings: LauncherSettings, on_slurm: bool) -> None:

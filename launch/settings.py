@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
@@ -34,6 +34,11 @@ class LauncherSettings(BaseModel):
     slurm: SlurmConfig = SlurmConfig()
 
 
+# as a line begins, or as a further option of it; one task on each node is what there is
+OF_THE_PLAN = re.compile(
+    r"(?:^|\s)(--(?:nodes|ntasks(?!-per-node[= ]+1\s*$)(?:-per-[a-z]+)?|array|output|error))(?=[=\s]|$)"
+    r"|^\s*(-[Nnaoe])"
+)
 TAKES = {  # where a union of types complains of its last one alone
     "parallel_points": "it is a whole number from 1, or auto",
     "slurm.time": "it is as sbatch reads it: minutes, H:MM:SS or D-HH:MM:SS; 0: no limit",
@@ -49,9 +54,27 @@ def read_settings(node: Mapping[str, Any]) -> LauncherSettings:
     except ValidationError as error:
         items = {item["loc"][: 1 + (item["loc"][0] == "slurm")]: dict(item) for item in error.errors()}
         raise ConfigError([_invalid(".".join(map(str, key)), item) for key, item in items.items()]) from error
-    if found := list(_misplaced(settings)):
+    of_the_plan = refuse_lines_of_the_plan(settings.slurm.sbatch or (), "hydra.launcher.slurm.sbatch")
+    if found := [*_misplaced(settings), *of_the_plan]:
         raise ConfigError(found)
     return settings
+
+
+def refuse_lines_of_the_plan(lines: Iterable[str], where: str) -> Iterator[UserError]:
+    """Lines of sbatch for what follows from a point's plan, or from where its sweep lies.
+
+    Args:
+        where: the key that has the lines.
+    """
+    for line in lines:
+        met = OF_THE_PLAN.search(line)
+        if met is not None:
+            yield UserError(
+                f"{where} has {line!r}, which cannot be.",
+                where=where,
+                why="nodes, tasks and the array follow from the plans of the points; logs lie in the sweep's slurm/",
+                fix=f"leave {met[1] or met[2]} out; deployment and parallelism say what a point takes",
+            )
 
 
 def _invalid(name: str, item: dict[str, Any]) -> UserError:

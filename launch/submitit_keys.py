@@ -14,40 +14,76 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.points import Point
-from launch.settings import LauncherSettings, read_settings
+from launch.settings import LauncherSettings, read_settings, refuse_lines_of_the_plan
 from launch.submitit_nodes import SubmititSlurm
 from prl.config.errors import ConfigError, UserError
+from prl.config.keys import as_override
 
 FOLDER = "/.submitit/%j"  # how their default for logs ends, wherever a sweep lies
 MAX_RETRIES = 2  # as in conf/hydra/launcher/auto.yaml; they have no such key
 AS_LINES = ("comment", "exclude", "cpus_per_gpu", "mem_per_gpu", "mem_per_cpu")  # sbatch's own options
 AS_KEYS = ("partition", "qos", "account", "constraint", "gres", "cpus_per_task", "signal_delay_s", "setup")
 
+THEIRS = {
+    "time": "timeout_min",
+    "mem": "mem_gb",
+    "max_timeouts": "max_num_timeout",
+    "job_name": "name",
+}  # ours -> theirs
+TAKES = {  # where ours takes more than a number
+    "timeout_min": "it is a whole number of minutes from 0; 0: no limit",
+    "mem_gb": "it is a whole number of GiB from 0; 0: all that a node has",
+}
+
 
 def slurm_settings(node: Mapping[str, Any]) -> LauncherSettings:
     """Of the node submitit_slurm. Raises ConfigError."""
     given = _plain(node)
     lines = [f"--{key.replace('_', '-')}={given[key]}" for key in AS_LINES if given.get(key) is not None]
-    lines += [_option(str(key), value) for key, value in given["additional_parameters"].items()]
+    more = {str(key): _option(str(key), value) for key, value in given["additional_parameters"].items()}
+    refused = [
+        told
+        for key, line in more.items()
+        for told in refuse_lines_of_the_plan([line], f"hydra.launcher.additional_parameters.{key}")
+    ]
+    if refused:
+        raise ConfigError(refused)
+    lines += more.values()
     slurm = {key: given[key] for key in AS_KEYS if given.get(key) is not None}
     slurm |= {"time": given["timeout_min"], "job_name": given["name"], "max_timeouts": given["max_num_timeout"]}
     slurm["max_retries"] = MAX_RETRIES
     if given["mem_gb"] is not None:
         slurm["mem"] = f"{given['mem_gb']}G"
-    return read_settings(
-        {
-            **_shared(given),
-            "mode": "slurm",
-            "array_parallelism": given["array_parallelism"],
-            "slurm": slurm | {"sbatch": lines},
-        }
+    settings = {**_shared(given), "mode": "slurm", "array_parallelism": given["array_parallelism"]}
+    try:
+        return read_settings({**settings, "slurm": slurm | {"sbatch": lines}})
+    except ConfigError as error:
+        raise ConfigError([_in_their_words(violation, given) for violation in error.violations]) from error
+
+
+def _in_their_words(told: UserError, given: Mapping[str, Any]) -> UserError:
+    """What is said of a key of ours, of the key of this launcher that it came from."""
+    ours = told.where.removeprefix("hydra.launcher.").removeprefix("slurm.")
+    theirs = THEIRS.get(ours, ours)
+    if theirs not in SubmititSlurm.__dataclass_fields__:
+        return told
+    name, usual = f"hydra.launcher.{theirs}", getattr(SubmititSlurm(), theirs)
+    return UserError(
+        f"{name}={as_override(given[theirs])} is not valid.",
+        where=name,
+        why=TAKES.get(theirs, told.why) if theirs != ours else told.why,
+        fix=f"{name}={as_override(usual)}",
     )
 
 
 def local_settings(node: Mapping[str, Any]) -> LauncherSettings:
     """Of the node submitit_local, whose memory and cores bind nobody there either. Raises ConfigError."""
     given = _plain(node)
-    return read_settings({**_shared(given), "mode": "local", "timeout_min": given["timeout_min"]})
+    settings = {**_shared(given), "mode": "local", "timeout_min": given["timeout_min"]}
+    try:
+        return read_settings(settings)
+    except ConfigError as error:
+        raise ConfigError([_in_their_words(violation, given) for violation in error.violations]) from error
 
 
 def _plain(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,9 +131,14 @@ def _option(key: str, value: Any) -> str:
 
 
 def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -> None:
-    """Raise ConfigError for points whose plan takes other nodes or GPUs than the launcher was told to ask for."""
-    found, usual = {}, {"nodes": 1, "gpus_per_node": "null"}
+    """Raise ConfigError for points whose plan takes other nodes or GPUs than the launcher was told to ask for, or
+    whose own lines of sbatch do.
+    """
+    found: dict[str, UserError] = {}
+    usual = {"nodes": 1, "gpus_per_node": "null"}
     for point in points:
+        for told in refuse_lines_of_the_plan(point.config.slurm.sbatch or (), "slurm.sbatch"):
+            found[told.what] = told
         on_cpu = point.config.deployment.device == "cpu"
         takes = {"nodes": point.plan.num_nodes, "gpus_per_node": 0 if on_cpu else point.plan.gpus_per_node}
         for key, wanted in settings.asked.items():

@@ -30,6 +30,7 @@ from prl.config.locate import conf_dir
 from prl.config.overrides import parse, swept_keys
 from prl.config.search_path import use_directories
 from prl.config.sweep import corners, expand, makes_a_grid, resolve_points, sweep_lines
+from prl.config.unreadable import UNREADABLE, unreadable
 from prl.runtime.nodes.torchrun import refuse_torchrun
 
 
@@ -61,6 +62,12 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
         if show_trace:
             traceback.print_exc()
         shown = explain(error, args.overrides, name)
+    except UNREADABLE as error:
+        if (of_a_file := unreadable(error)) is None:
+            raise
+        if show_trace:
+            traceback.print_exc()
+        shown = of_a_file
     except KeyboardInterrupt:  # while nothing runs that would have to be stopped
         sys.exit(130)
     print(shown.render(), file=sys.stderr)

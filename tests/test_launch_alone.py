@@ -18,7 +18,9 @@ from slurm_cluster import SMALL_RL, TWO_NODES, copy_checkout, steps_of, wait_for
 
 from launch import waiting
 from launch.hydra_plugin import register_plugins
+from launch.launching import wait_for_server
 from launch.reading import settings_of
+from launch.session import Session
 from launch.settings import LauncherSettings
 from launch.submitit_nodes import SubmititLocal, SubmititSlurm
 from prl.config.composing import compose_yaml
@@ -193,6 +195,28 @@ def test_who_waits_for_a_server_is_told_its_addresses_and_not_sooner(tmp_path, m
     monkeypatch.setattr(waiting, "queued_points", lambda path: {path})
     monkeypatch.setattr(waiting, "SERVER_POLL_S", 0.01)
     assert waiting.urls_when_serving(tmp_path) == ["http://node:1"]
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_server_that_fails_is_told_why_and_what_to_do(tmp_path, capsys, monkeypatch):
+    """The agent that its job would run fails as it does there; that the job has left the queue is all that is made."""
+    path, missing = tmp_path / "serve", tmp_path / "nope"
+    words = ["-cn", "inference", "--freeze", f"model.path={missing}", f"output_dir={path}", "deployment.device=cpu"]
+    frozen = command(tmp_path, *words, module="plan")
+    assert frozen.returncode == 0, frozen.stderr
+    (tmp_path / "1.points").write_text(f"{path}\n")
+    job = [sys.executable, "-m", "prl.runtime.agent", "--list", str(tmp_path / "1.points")]
+    environ = environment() | {"HF_HUB_OFFLINE": "1"}
+    assert subprocess.run(job, cwd=tmp_path, env=environ, capture_output=True, timeout=120, check=False).returncode == 2
+    monkeypatch.setattr(waiting, "queued_points", lambda path: set())
+    session = Session(lambda config: 0, "inference", False)
+    wait_for_server(session, path)
+    told = capsys.readouterr().err
+    assert session.exit_code == 1
+    assert re.search(rf"it does not serve: inference/0 failed, class config: .*{missing}", told), told
+    assert f"where: model.path={missing}" in told
+    assert re.search(r"^  do: +.*model\.path=", told, re.M), told
+    assert f"python -m prl.status {path}" in told
 
 
 def answer(url: str, key: str | None) -> int:

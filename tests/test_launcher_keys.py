@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -46,12 +47,19 @@ WRONG = [  # launcher, what is typed, what is to be typed in its place; "": noth
     ("submitit_slurm", "timeout=5", "timeout_min=5"),
     ("submitit_slurm", "timeout=5m", "timeout_min=60"),
     ("submitit_slurm", "timeout_min=5m", "timeout_min=60"),
+    ("submitit_slurm", "timeout_min=-3", "timeout_min=60"),
+    ("submitit_slurm", "mem_gb=-3", "mem_gb=null"),
+    ("submitit_slurm", "signal_delay_s=0", "signal_delay_s=120"),
+    ("submitit_slurm", "max_num_timeout=-1", "max_num_timeout=0"),
+    ("submitit_slurm", "cpus_per_task=0", "cpus_per_task=null"),
+    ("submitit_slurm", "array_parallelism=0", "array_parallelism=256"),
     ("submitit_slurm", "partitions=x", "partition=x"),
     ("submitit_slurm", "slurm.partition=x", "partition=x"),
     ("submitit_slurm", "nodes=two", "nodes=1"),
     ("submitit_slurm", "parallel_points=two", "array_parallelism=256"),
     ("submitit_slurm", "setup=module", ""),
     ("submitit_local", "timeout=5", "timeout_min=5"),
+    ("submitit_local", "timeout_min=-3", "timeout_min=60"),
 ]
 
 
@@ -81,6 +89,8 @@ def test_a_wrong_key_is_refused_with_a_remedy_that_works(launcher, typed, remedy
     assert told.where == NODE + typed.lstrip("+").partition("=")[0]
     assert told.what
     assert told.why
+    if launcher == "submitit_slurm" and not told.what.startswith("This launcher has no key"):
+        assert "slurm." not in told.render(), "keys of the other launchers"
     if remedy:
         assert told.fix == NODE + remedy
         read(f"hydra/launcher={launcher}", told.fix)
@@ -105,6 +115,44 @@ def test_keys_of_a_launcher_pass():
     assert read("hydra/launcher=local", f"{NODE}timeout_min=5", f"{NODE}parallel_points=2").parallel_points == 2
     line = f"{NODE}additional_parameters.exclusive=true"
     assert read("hydra/launcher=submitit_slurm", line).slurm.sbatch == ("--exclusive",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--nodes=4", "-N 4", "--ntasks=8", "--ntasks-per-node=8", "--ntasks-per-node=16", "--ntasks-per-gpu 1"]  # noqa: RUF005
+    + ["--array=0-3", "--output=x.log", "--error=x.err", "-o x.log", "--exclusive --nodes=2"],
+)
+def test_lines_of_sbatch_that_contradict_the_plan_are_refused_by_name(line):
+    told = refusal("hydra/launcher=slurm", f"{NODE}slurm.sbatch=['{line}']")
+    assert (told.where, line in told.what) == (f"{NODE}slurm.sbatch", True)
+    option = next(word for word in re.split("[= ]", line) if word != "--exclusive")
+    assert told.fix.startswith(f"leave {option} out")
+
+
+@pytest.mark.parametrize("key", ["nodes", "ntasks", "ntasks_per_node", "ntasks-per-node", "array", "output", "error"])
+def test_additional_parameters_that_contradict_the_plan_are_refused_by_name(key):
+    told = refusal("hydra/launcher=submitit_slurm", f"{NODE}additional_parameters.{key}=2")
+    assert told.where == f"{NODE}additional_parameters.{key}"
+    assert told.fix.startswith(f"leave --{key.replace('_', '-')} out")
+
+
+def test_other_lines_of_sbatch_pass():
+    lines = ["--gres=gpu:h100:8", "--gpus-per-node=h100:8", "--ntasks-per-node=1", "--exclusive", "--nodelist=n1"]
+    lines += ["--nice", "-x n7", "--comment=more than -n nodes", "--export=ALL"]
+    quoted = ",".join(f"'{line}'" for line in lines)
+    assert read("hydra/launcher=slurm", f"{NODE}slurm.sbatch=[{quoted}]").slurm.sbatch == tuple(lines)
+    given = f"{NODE}additional_parameters={{gres: 'gpu:h100:8', ntasks_per_node: 1}}"
+    found = read("hydra/launcher=submitit_slurm", given).slurm.sbatch
+    assert found == ("--gres=gpu:h100:8", "--ntasks-per-node=1")
+
+
+@pytest.mark.slow
+def test_lines_of_a_point_are_refused_before_a_script_is_written(tmp_path):
+    words = ["hydra/launcher=slurm", f"{NODE}dry_run=true", "slurm.sbatch=['--nodes=3']"]
+    command = [sys.executable, "-m", "prl.rl", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "slurm.sbatch has '--nodes=3'" in done.stderr) == (2, True), done.stderr
+    assert list(tmp_path.rglob("*.sbatch")) == []
 
 
 @pytest.mark.parametrize("words", [["-m", "seed=1,2"], []], ids=["sweep", "alone"])

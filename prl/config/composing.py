@@ -19,11 +19,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.errors import ConfigError, UserError
-from prl.config.hydra_setup import in_hydras_terms, register
+from prl.config.hydra_setup import in_hydras_terms, register, unreadable_sweep
 from prl.config.launcher_keys import NODE, unknown_launcher_keys
 from prl.config.locate import added_groups, conf_dir, config_groups
 from prl.config.overrides import SWEEP_GROUP, choices_of, contradictions, diagnose, parse, unknown_choice
 from prl.config.search_path import directories
+from prl.config.unreadable import UNREADABLE, unreadable
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
@@ -47,6 +48,9 @@ def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:
 
 def refuse_contradictions(overrides: list[str], config_name: str) -> None:
     """What Hydra would take, or end with a traceback of. Raises ConfigError, then with all that is wrong."""
+    unreadable_file = unreadable_sweep(overrides)
+    if unreadable_file is not None:
+        raise unreadable_file
     found = contradictions(overrides)
     if found:
         raise ConfigError(problems(overrides, config_name) or found)
@@ -54,7 +58,9 @@ def refuse_contradictions(overrides: list[str], config_name: str) -> None:
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Hydra on our conf/, also from within a running Hydra application."""
+    """Hydra on our conf/, also from within a running Hydra application. Raises ConfigError for a file that cannot be
+    read.
+    """
     register()
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -62,6 +68,10 @@ def _hydra() -> Iterator[None]:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base=VERSION_BASE):
             _add_directories()
             yield
+    except UNREADABLE as error:
+        if (told := unreadable(error)) is None:
+            raise
+        raise told from error
     finally:
         GlobalHydra.instance().hydra = outer
 
@@ -117,8 +127,10 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
     """Every problem with the overrides; Hydra's own message where none of them is to blame."""
     try:
         found = problems(overrides, config_name)
-    except UserError as unreadable:
-        found = [unreadable]
+    except ConfigError as of_a_file:
+        return of_a_file
+    except UserError as of_a_line:
+        found = [of_a_line]
     if not found and isinstance(error, OmegaConfBaseException) and error.full_key:
         from prl.config.resolving import unresolved
 

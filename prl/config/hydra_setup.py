@@ -22,8 +22,10 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from prl.config.errors import ConfigError, UserError
 from prl.config.locate import config_groups, sweep_files
-from prl.config.overrides import OPEN_NODES, SWEEP_GROUP, name_of_axis, swept_keys
+from prl.config.overrides import OPEN_NODES, SWEEP_GROUP, choices_of, name_of_axis, parse, swept_keys
+from prl.config.unreadable import UNREADABLE, unreadable
 
 SWEEP_OPTION = "+sweep="
 
@@ -56,19 +58,46 @@ def _renamed(line: str, names: dict[str, str]) -> str:
 def _register_sweeps() -> None:
     """Make the files of sweeps/ the choices of a group. Each names the sweep after itself."""
     for name, node in _read_sweeps(tuple(sweep_files().values())).items():
-        ConfigStore.instance().store(group=SWEEP_GROUP, name=name, node=node, package="_global_", provider="prl")
+        if isinstance(node, DictConfig):
+            ConfigStore.instance().store(group=SWEEP_GROUP, name=name, node=node, package="_global_", provider="prl")
+
+
+def unreadable_sweep(lines: list[str]) -> ConfigError | None:
+    """Of the file of a sweep that is chosen and cannot be read; files that are not chosen are let be."""
+    files = sweep_files()
+    chosen = [
+        name
+        for override in parse(lines)
+        if override.get_key_element() in (SWEEP_OPTION.rstrip("="), f"+{SWEEP_GROUP}")
+        for name in choices_of(override)
+        if name in files
+    ]
+    read = _read_sweeps(tuple(files.values())) if chosen else {}
+    return next((node for name in chosen if isinstance(node := read[name], ConfigError)), None)
 
 
 @functools.cache
-def _read_sweeps(files: tuple[Path, ...]) -> dict[str, DictConfig]:
-    found = {}
+def _read_sweeps(files: tuple[Path, ...]) -> dict[str, DictConfig | ConfigError]:
+    """Each, or why it cannot be read."""
+    found: dict[str, DictConfig | ConfigError] = {}
     for path in files:
-        node = OmegaConf.load(path)
-        assert isinstance(node, DictConfig), path
+        try:
+            node = OmegaConf.load(path)
+        except UNREADABLE as error:
+            found[path.stem] = unreadable(error, path) or ConfigError([_no_mapping(path)])
+            continue
+        if not isinstance(node, DictConfig):
+            found[path.stem] = ConfigError([_no_mapping(path)])
+            continue
         with open_dict(node):
             node["sweep"] = path.stem
         found[path.stem] = node
     return found
+
+
+def _no_mapping(path: Path) -> UserError:
+    why, fix = "it holds no keys with values", "hydra: {sweeper: {params: {seed: '1,2'}}}"
+    return UserError(f"{path.name} is no sweep.", where=str(path), why=why, fix=fix)
 
 
 def name_sweep(config_name: str, lines: list[str]) -> None:
