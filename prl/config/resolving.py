@@ -168,7 +168,7 @@ def _suggest(key: str, items: list[dict[str, Any]]) -> str:
         if item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):  # one where a list is meant
             return f"{key}=[{as_override(item['input'])}]"
         if key == "inference.urls" and (server := re.search(r"[\w.-]+:\d{1,5}", str(item["input"]))):
-            return f"{key}=[http://{server[0]}]"
+            return f"{key}=[http://{server[0]}] as the address of a server, or {key}=[]"
     default = default_of(key)
     if default is not None:
         return f"{key}={default}"
