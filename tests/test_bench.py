@@ -98,7 +98,7 @@ def test_fp8_report(tmp_path):
     result = json.loads((tmp_path / "fp8.json").read_text())
     assert result["casts"]["differing"] == [0, 0, 0, 0]
     for shape in result["shapes"]:
-        assert all(0.01 < error < 0.09 for error in shape["error"])  # in experts two products follow each other
+        assert all(0.01 < error < 0.12 for error in shape["error"])  # in experts two products follow each other
         assert not any(shape["against_emulated"])
         assert shape["speedup"] > 0
     assert len(result["losses"]["fp8"]) == 2

@@ -42,7 +42,7 @@ def logged_steps(root: Root) -> list[int]:
 
 @pytest.mark.parametrize("deployment", ["colocated", "disaggregated"])
 def test_a_run_completes(start: Start, deployment: str) -> None:
-    root = start(f"deployment={deployment}")
+    root = start(f"deployment={deployment}", script={"trainer/0": {"follows": True}})
     code, output = root.wait()
     assert code == 0, output
     assert root.status()["state"] == "done"
@@ -444,7 +444,7 @@ def test_a_child_that_never_comes_up_is_found(start: Start) -> None:
 @pytest.mark.slow
 def test_progress_is_live_on_a_terminal(start: Start, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    root = start(script=SLOW_STEPS, stdout=theirs)
+    root = start(script=SLOW_STEPS | {"trainer/0": SLOW_STEPS["trainer/0"] | {"follows": True}}, stdout=theirs)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # EIO: the other end is closed

@@ -244,6 +244,7 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
     assert config.bench is not None
     if config.model.fp8 == "deep_gemm":
         deep_gemm()
+    torch.manual_seed(config.seed)  # of the matrices and of who is routed where
     result = measure_shapes(config, config.seq_len)
     if steps:
         result["losses"] = compare_losses(config, steps)

@@ -57,6 +57,7 @@ class RunView:
     def poll(self) -> bool:
         """Whether a new step has ended."""
         before = self.step
+        trained = self.trainer.poll()  # read first: the numbers of these batches are reported by now
         if self.plan.config.job == "rl":
             for row in self.orchestrator.poll():
                 self._take("orchestrator", row)
@@ -65,7 +66,7 @@ class RunView:
             for row in self.orchestrator.poll():
                 self.numbers |= self._shown(row)
                 self.step = self.max_steps if "eval/reward" in row else self.step  # its one step is the evaluation
-        for row in self.trainer.poll():
+        for row in trained:
             self._take("trainer", row)
             if self.plan.config.job == "sft":
                 self.numbers |= self._shown(row)
