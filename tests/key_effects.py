@@ -12,8 +12,8 @@ from launch.points import Point
 from launch.settings import LauncherSettings
 from launch.shapes import Shape
 from prl.config.schema import OptimConfig, RunConfig, SamplingConfig
-from prl.models.attention import packed_attention
-from prl.models.qwen3 import Qwen3Model
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.layers.packed_attention import packed_attention
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.commands import render_commands
 from prl.runtime.process.environment import child_environment

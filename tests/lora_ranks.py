@@ -17,10 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prl.config.schema import LoraConfig
-from prl.models.adapters import export_adapter, import_adapter
-from prl.models.all_to_all_dispatch import AllToAllDispatch
-from prl.models.lora import apply_lora, copy_shard, init_adapters, is_adapter, merged_parameters
-from prl.models.qwen3 import Qwen3Model
+from prl.models.adapters.lora import apply_lora, copy_shard, init_adapters, is_adapter, merged_parameters
+from prl.models.adapters.peft import export_adapter, import_adapter
+from prl.models.experts.all_to_all import AllToAllDispatch
+from prl.models.families.qwen3 import Qwen3Model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA = {

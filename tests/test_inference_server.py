@@ -16,8 +16,8 @@ from inference_server import CONTROL, LIMIT_S, TOKEN, Client, running_server, sl
 from jinja2 import TemplateError
 from weight_updates import published, update, weights
 
-from prl.models.chat import ChatRenderer
-from prl.models.qwen3 import Qwen3Model
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_watch import parse_loads
 from prl.transport.weights import FilesystemPublisher, Publisher, SharedMemoryPublisher
@@ -418,7 +418,7 @@ def swap(client: Client, publisher: Publisher, paused: bool) -> None:
 
 
 def greedy(model: Qwen3Model, ids: list[int]) -> int:
-    from prl.models.attention import packed_attention
+    from prl.models.layers.packed_attention import packed_attention
 
     with torch.no_grad():
         attend = packed_attention([len(ids)], torch.device("cpu"))

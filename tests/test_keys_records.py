@@ -9,7 +9,7 @@ from runtime_tree import Start, start
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.metrics.wandb_mirror import run_settings
-from prl.models.tokenizer import load_tokenizer
+from prl.models.text.tokenizer import load_tokenizer
 from prl.planning import make_plan
 from prl.planning.run_plan import plan_to_json
 from prl.runtime.process.child import Boot, _run

@@ -10,8 +10,7 @@ from tiny import VOCAB, dense_card, moe_card, random_model
 
 from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import (
+from prl.models.checkpoints.checkpoint import (
     card_to_hf_config,
     check_card,
     copy_tokenizer,
@@ -24,9 +23,10 @@ from prl.models.checkpoint import (
     resolve_model_path,
     save_checkpoint,
 )
-from prl.models.moe import RoutingRecorder
-from prl.models.names import locate, to_hf
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.names import locate, to_hf
+from prl.models.experts.moe import RoutingRecorder
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.layers.packed_attention import packed_attention
 
 CARDS = {
     "dense": dense_card(),

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl.config.schema import ModelCard
-from prl.models.attention import packed_attention
-from prl.models.qwen3 import Qwen3Model
-from prl.trainer.head import logprob_head
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.layers.packed_attention import packed_attention
+from prl.trainer.head.head import logprob_head
 from prl.transport import frames
 from prl.transport.batch import TrainBatch
 from prl.transport.kept import KeptTokens

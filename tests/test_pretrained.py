@@ -28,9 +28,9 @@ from safetensors import safe_open
 
 from prl.config import compose
 from prl.config.errors import UserError
-from prl.models.checkpoint import check_card, check_files, hf_tensors, load_checkpoint, load_model
-from prl.models.hub import repair
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.checkpoint import check_card, check_files, hf_tensors, load_checkpoint, load_model
+from prl.models.checkpoints.hub import repair
+from prl.models.families.qwen3 import Qwen3Model
 
 DENSE, MOE = "math_qwen3_4b", "sft_qwen3_30b_a3b"
 EXPERIMENTS = (DENSE, "lora_one_gpu", MOE)
@@ -183,7 +183,7 @@ def test_a_card_that_contradicts_the_checkpoint_names_the_overrides(home):
 
 FETCH = """
 import sys
-from prl.models.hub import fetch_checkpoint
+from prl.models.checkpoints.hub import fetch_checkpoint
 from prl.config.errors import UserError
 try:
     fetch_checkpoint(sys.argv[1])

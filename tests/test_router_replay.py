@@ -15,7 +15,7 @@ from prl.config.schema import InferenceConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
-from prl.models.qwen3 import Qwen3Model
+from prl.models.families.qwen3 import Qwen3Model
 
 
 def sampled_by(model: Qwen3Model) -> list[Sampled]:

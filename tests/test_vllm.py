@@ -30,8 +30,8 @@ from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import eos_token_ids
-from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.models.families.qwen3 import Qwen3Model
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_watch import parse_loads

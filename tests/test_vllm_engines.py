@@ -23,8 +23,8 @@ from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving
 from prl.config.schema import RouterConfig, WeightTransportConfig
 from prl.inference.guard import Doors
 from prl.inference.router.proxy import Router
-from prl.models.checkpoint import load_model, resolve_model_path
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.checkpoint import load_model, resolve_model_path
+from prl.models.families.qwen3 import Qwen3Model
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.transport.weights import make_publisher

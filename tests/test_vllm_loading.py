@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prl.config import compose
-from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.models.checkpoints.checkpoint import hf_tensors, load_model, resolve_model_path
 from prl.transport.buckets import Assembler, Chunk, fill, parts_of
 
 pytestmark = [

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from prl.config.schema import ModelCard
-from prl.models.checkpoint import hf_tensors, save_checkpoint
-from prl.models.qwen3 import Qwen3Model
-from prl.models.tokenizer import save_byte_tokenizer
+from prl.models.checkpoints.checkpoint import hf_tensors, save_checkpoint
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.text.tokenizer import save_byte_tokenizer
 from prl.transport.kept import KeptTokens
 
 VOCAB = 264  # 256 bytes, 6 special tokens, padded to a multiple of 8

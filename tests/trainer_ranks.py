@@ -19,13 +19,13 @@ from tiny import VOCAB, moe_card
 from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
 from prl.config.world import world_of
-from prl.models.checkpoint import hf_tensors
-from prl.models.moe import local_part
+from prl.models.checkpoints.checkpoint import hf_tensors
+from prl.models.experts.moe import local_part
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import commit, parts_of
 from prl.trainer import parallelize
-from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import World, build_world, sum_over_data
 from prl.transport.batch import MicroBatch

@@ -22,9 +22,9 @@ from weight_updates import published
 
 from prl.config import compose
 from prl.config.schema import RunConfig, SamplingConfig
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import hf_tensors, load_model
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.checkpoint import hf_tensors, load_model
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.layers.packed_attention import packed_attention
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.planning import make_plan

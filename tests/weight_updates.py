@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from inference_server import Client
 
-from prl.models.checkpoint import hf_tensors
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.checkpoint import hf_tensors
+from prl.models.families.qwen3 import Qwen3Model
 from prl.transport.weights import NamedTensors, Publisher
 
 

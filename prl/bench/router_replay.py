@@ -27,15 +27,15 @@ from prl.envs.reverse_text import ReverseText
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import load_engine
-from prl.models.attention import packed_attention
-from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import check_card, load_model, resolve_model_path
+from prl.models.checkpoints.checkpoint import check_card, load_model, resolve_model_path
 from prl.models.device import pick_device
-from prl.models.moe import RoutingRecorder
-from prl.models.qwen3 import Qwen3Model
-from prl.models.tokenizer import load_tokenizer
+from prl.models.experts.moe import RoutingRecorder
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.layers.packed_attention import packed_attention
+from prl.models.text.chat import ChatRenderer
+from prl.models.text.tokenizer import load_tokenizer
 from prl.planning.vllm_arguments import cpu_arguments
-from prl.trainer.head import logprob_head
+from prl.trainer.head.head import logprob_head
 from prl.trainer.losses import mismatch_kl
 
 COMPLETIONS, MAX_TOKENS = 256, 24

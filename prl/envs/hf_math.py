@@ -7,7 +7,7 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.config.packages import MATH_VERIFY
 from prl.envs.protocol import Environment, Message, Split, Task, user
-from prl.models.hub import load_rows, why_not
+from prl.models.checkpoints.hub import load_rows, why_not
 
 INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
 

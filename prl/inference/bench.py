@@ -15,7 +15,7 @@ from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import load_engine
 from prl.models.device import pick_device
-from prl.models.qwen3 import Qwen3Model
+from prl.models.families.qwen3 import Qwen3Model
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP = 16, 48, 8
 ROUNDS = 5

@@ -29,9 +29,9 @@ from prl.inference.sampling import (
     sequence_seed,
 )
 from prl.inference.sequences import Request, Sequence
-from prl.models.checkpoint import load_weights
-from prl.models.moe import RoutingRecorder
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.checkpoint import load_weights
+from prl.models.experts.moe import RoutingRecorder
+from prl.models.families.qwen3 import Qwen3Model
 
 MAX_PREFILL_TOKENS = 8192  # per step, so that one step's memory and latency stay bounded
 

@@ -17,8 +17,8 @@ from prl.config.schema import ModelCard
 from prl.inference.kv_cache import KVCache
 from prl.inference.sampling import SamplingTable
 from prl.inference.sequences import Sequence
-from prl.models.moe import RoutingRecorder
-from prl.models.qwen3 import Attend, Qwen3Model
+from prl.models.experts.moe import RoutingRecorder
+from prl.models.families.qwen3 import Attend, Qwen3Model
 
 SHORTEST_CLASS = 64  # prompts up to this length are padded together
 VIEW_OVERHEAD = 1.25  # computing a few idle slots beats copying the keys and values of the busy ones

@@ -13,9 +13,15 @@ import torch.distributed.checkpoint as dcp
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.models.checkpoint import copy_tokenizer, hf_tensors, load_checkpoint, resolve_model_path, save_checkpoint
-from prl.models.lora import apply_lora
-from prl.models.qwen3 import Qwen3Model
+from prl.models.adapters.lora import apply_lora
+from prl.models.checkpoints.checkpoint import (
+    copy_tokenizer,
+    hf_tensors,
+    load_checkpoint,
+    resolve_model_path,
+    save_checkpoint,
+)
+from prl.models.families.qwen3 import Qwen3Model
 from prl.runtime.directory.checkpoints import TRAINER, step_dir
 from prl.runtime.directory.evaluation import CONVERTED, read_source
 from prl.runtime.directory.files import PARTIAL

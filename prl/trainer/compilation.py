@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from prl.models.qwen3 import DecoderLayer, Qwen3Model, SparseMLP
+from prl.models.families.qwen3 import DecoderLayer, Qwen3Model, SparseMLP
 
 
 class CompileClock:

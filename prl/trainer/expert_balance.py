@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prl.models.moe import ExpertLoad
-from prl.models.qwen3 import SparseMLP
+from prl.models.experts.moe import ExpertLoad
+from prl.models.families.qwen3 import SparseMLP
 from prl.trainer.world import World
 
 

@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
 from prl.config.world import expert_dimension
-from prl.models.all_to_all_dispatch import AllToAllDispatch
-from prl.models.checkpoint import check_card, load_checkpoint
-from prl.models.deepep_dispatch import DeepEPDispatch
-from prl.models.fp8 import apply_fp8
-from prl.models.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
-from prl.models.moe import Experts
-from prl.models.qwen3 import Qwen3Model
-from prl.trainer.activation_offload import apply_activation_offload
+from prl.models.adapters.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
+from prl.models.checkpoints.checkpoint import check_card, load_checkpoint
+from prl.models.experts.all_to_all import AllToAllDispatch
+from prl.models.experts.deepep import DeepEPDispatch
+from prl.models.experts.moe import Experts
+from prl.models.families.qwen3 import Qwen3Model
+from prl.models.fp8.linears import apply_fp8
 from prl.trainer.compilation import apply_compile
-from prl.trainer.recompute import apply_checkpointing
+from prl.trainer.memory.activation_offload import apply_activation_offload
+from prl.trainer.memory.recompute import apply_checkpointing
 from prl.trainer.world import World, shard_mesh
 
 
@@ -49,7 +49,7 @@ def build_meta(config: RunConfig, path: Path | None) -> Qwen3Model:
     """The model without storage: ours, or transformers' behind the same interface."""
     card = config.model.card
     if config.model.impl == "hf" or card.family == "other":
-        from prl.models.hf_causal_lm import build_hf_model
+        from prl.models.families.hf_causal_lm import build_hf_model
 
         return build_hf_model(path, card)  # type: ignore[return-value]
     with torch.device("meta"):
