@@ -20,7 +20,7 @@ from tiny import VOCAB, moe_card, random_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from prl.models.families.qwen3 import Attend
+from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import packed_attention
 from prl.trainer.context import ring_attention
 from prl.trainer.context.parallel import ContextGroup, context_attention, shard_row, sum_over_context

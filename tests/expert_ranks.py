@@ -19,7 +19,7 @@ from prl.config.schema import OptimConfig
 from prl.models.experts.all_to_all import AllToAllDispatch
 from prl.models.experts.deepep import DeepEPDispatch
 from prl.models.experts.dispatch import LocalDispatch
-from prl.models.experts.moe import Experts
+from prl.models.experts.stacked import Experts
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.policy import Policy, seed_everything

@@ -12,7 +12,7 @@ from launch.points import Point
 from launch.settings import LauncherSettings
 from launch.shapes import Shape
 from prl.config.schema import OptimConfig, RunConfig, SamplingConfig
-from prl.models.families.qwen3 import Qwen3Model
+from prl.models.families.build import build_decoder
 from prl.models.layers.packed_attention import packed_attention
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.commands import render_commands
@@ -72,7 +72,7 @@ def loss_of(config: RunConfig) -> list[float]:
 def logits_of(config: RunConfig) -> list[float]:
     """Of the model as its checkpoint begins, with the weights of a larger spread, so that every part counts."""
     card = config.model.card
-    model = Qwen3Model(card)
+    model = build_decoder(card)
     model.init_weights(torch.Generator().manual_seed(config.model.init_seed), 0.1)
     ids = torch.arange(12) % card.vocab_size
     with torch.no_grad():

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prl.models.experts.moe import Experts
+from prl.models.experts.stacked import Experts
 from prl.models.fp8.cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks, restore_blocks, restore_rows
 from prl.models.fp8.format import BLOCK
 from prl.models.fp8.groups import group_rows

@@ -17,7 +17,7 @@ from prl.bench.baseline import Baseline
 from prl.bench.trainer import TrainerBench
 from prl.config import compose
 from prl.models.adapters.lora import LoraLinear
-from prl.models.checkpoints.checkpoint import random_checkpoint
+from prl.models.checkpoints.sources import random_checkpoint
 from prl.planning.run_plan import MeshPlan
 from prl.trainer import checkpoint
 from prl.trainer import policy as policy_module

@@ -18,16 +18,16 @@ from prl.config.errors import UserError
 from prl.config.schema import ActivationCheckpointing, ActivationOffloading, LoraConfig, OptimConfig
 from prl.models.adapters.lora import LoraLinear, apply_lora, is_adapter, merge, merged_parameters
 from prl.models.adapters.peft import export_adapter, import_adapter
-from prl.models.checkpoints.checkpoint import hf_tensors, save_checkpoint
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.experts.dispatch import LocalDispatch
-from prl.models.families.qwen3 import Qwen3Model
+from prl.models.families.build import build_decoder
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.memory.recompute import apply_checkpointing
 from prl.trainer.optim import build_optimizers
 
 
 def merged_model(model):
-    whole = Qwen3Model(model.card)
+    whole = build_decoder(model.card)
     whole.load_state_dict(dict(merged_parameters(model)))
     return whole
 

@@ -16,7 +16,7 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig
 from prl.models.adapters.lora import is_adapter
-from prl.models.checkpoints.checkpoint import load_model
+from prl.models.checkpoints.reading import load_model
 from prl.models.layers.packed_attention import packed_attention
 from prl.planning import warm_start_key, warm_start_plan
 from prl.planning.planner import make_plan

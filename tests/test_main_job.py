@@ -11,7 +11,7 @@ from runs import rows, run
 from transformers import AutoModelForCausalLM
 
 from prl.config import compose
-from prl.models.checkpoints.checkpoint import load_model
+from prl.models.checkpoints.reading import load_model
 from prl.models.layers.packed_attention import packed_attention
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save,
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
-from prl.models.checkpoints.checkpoint import hf_tensors
-from prl.models.families.qwen3 import rotary_tables
+from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.packed_attention import activate_attention, packed_attention
+from prl.models.layers.rope import rotary_tables
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import latest_valid, parts_of
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space

@@ -31,7 +31,7 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard, RunConfig
 from prl.models.device import pick_device
-from prl.models.experts.moe import Experts
+from prl.models.experts.stacked import Experts
 from prl.models.fp8.cast import cast, cast_blocks
 from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.gemm import deep_gemm

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prl.models.checkpoints.checkpoint import resolve_model_path
+from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import load_tokenizer
 from prl.orchestrator.engines import EnginePool

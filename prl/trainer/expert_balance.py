@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prl.models.experts.moe import ExpertLoad
-from prl.models.families.qwen3 import SparseMLP
+from prl.models.experts.load import ExpertLoad
+from prl.models.layers.mlp import SparseMLP
 from prl.trainer.world import World
 
 

@@ -16,19 +16,21 @@ from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
 from prl.config.world import expert_dimension
 from prl.models.adapters.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
-from prl.models.checkpoints.checkpoint import check_card, load_checkpoint
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.all_to_all import AllToAllDispatch
 from prl.models.experts.deepep import DeepEPDispatch
-from prl.models.experts.moe import Experts
-from prl.models.families.qwen3 import Qwen3Model
+from prl.models.experts.stacked import Experts
+from prl.models.families.build import build_decoder
 from prl.models.fp8.linears import apply_fp8
+from prl.models.layers.decoder import Decoder
 from prl.trainer.compilation import apply_compile
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.memory.recompute import apply_checkpointing
 from prl.trainer.world import World, shard_mesh
 
 
-def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Model:
+def build_model(config: RunConfig, path: Path | None, world: World) -> Decoder:
     """The model of `config`, sharded over the world; every rank reads only its own part of the weights at `path`.
 
     Without a path the weights are random and drawn in place, part by part (benchmarks).
@@ -45,7 +47,7 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
     return model
 
 
-def build_meta(config: RunConfig, path: Path | None) -> Qwen3Model:
+def build_meta(config: RunConfig, path: Path | None) -> Decoder:
     """The model without storage: ours, or transformers' behind the same interface."""
     card = config.model.card
     if config.model.impl == "hf" or card.family == "other":
@@ -53,10 +55,10 @@ def build_meta(config: RunConfig, path: Path | None) -> Qwen3Model:
 
         return build_hf_model(path, card)  # type: ignore[return-value]
     with torch.device("meta"):
-        return Qwen3Model(card)
+        return build_decoder(card)
 
 
-def build_sharded(config: RunConfig, path: Path | None, world: World) -> Qwen3Model:
+def build_sharded(config: RunConfig, path: Path | None, world: World) -> Decoder:
     model = build_meta(config, path)
     if config.model.fp8 != "none":
         apply_fp8(model, config.model.fp8)
@@ -82,7 +84,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def check_head(model: Qwen3Model) -> None:
+def check_head(model: Decoder) -> None:
     """Raise UserError when the LM head has adapters: losses are computed from its weight alone."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear) and module.weight is model.head_weight:
@@ -107,7 +109,7 @@ def draw_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
             local.normal_(0.0, std, generator=generator)
 
 
-def apply_expert_parallelism(model: Qwen3Model, parallelism: ParallelismConfig, world: World) -> None:
+def apply_expert_parallelism(model: Decoder, parallelism: ParallelismConfig, world: World) -> None:
     """Give each rank of an expert group its share of the experts, and let the tokens travel there."""
     if world.experts is None:
         return
@@ -130,7 +132,7 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
 
 
-def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
+def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
     """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
     model.dtype. Experts under expert parallelism are sharded over what remains of the island, along a dimension that it
     divides (`expert_dimension`). Activations follow the parameters' dtype from the embedding on; nothing is

@@ -14,9 +14,9 @@ from torch import Tensor
 from prl.config.schema import OptimConfig, RunConfig
 from prl.config.world import takes_turns
 from prl.metrics.mfu import packed_flops
-from prl.models.checkpoints.checkpoint import load_checkpoint
-from prl.models.experts.moe import RoutingRecorder
-from prl.models.families.qwen3 import Attend
+from prl.models.checkpoints.reading import load_checkpoint
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import activate_attention, packed_attention
 from prl.planning.vllm_arguments import engine_share
 from prl.trainer.compilation import CompileClock

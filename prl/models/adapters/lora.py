@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from prl.config.errors import UserError
 from prl.config.schema import LoraConfig
-from prl.models.experts.moe import Experts, grouped_linear, local_part
+from prl.models.experts.stacked import Experts, grouped_linear, local_part
 
 EXPERTS = "experts"  # the target that means the stacked matrices
 

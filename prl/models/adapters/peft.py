@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from prl.config.errors import UserError
 from prl.config.schema import LoraConfig, ModelCard
 from prl.models.adapters.lora import EXPERTS, copy_shard, is_adapter, whole_tensor
-from prl.models.checkpoints.names import to_hf
+from prl.models.names.decoder import to_hf
 from prl.runtime.directory.files import save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

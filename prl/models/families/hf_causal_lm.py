@@ -1,4 +1,4 @@
-"""Any causal language model of transformers behind the interface of `Qwen3Model`: `model.impl=hf`.
+"""Any causal language model of transformers behind the interface of `Decoder`: `model.impl=hf`.
 
 The adapter takes over the children of the transformers model, so parameters keep the names of the checkpoint, and runs
 its attention through the `attend` of the caller: packed documents are separated exactly as in our own models. What
@@ -21,10 +21,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard
-from prl.models.checkpoints.hf_names import checkpoint_regions, cut
-from prl.models.checkpoints.names import Region
-from prl.models.experts.moe import RoutingRecorder
-from prl.models.families.qwen3 import Attend
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.attention import Attend
+from prl.models.names.region import Region, cut
+from prl.models.names.transformers import checkpoint_regions
 
 ATTENTION = "prl_packed"
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -42,7 +42,7 @@ class Packing:
 
 
 class HFCausalLM(nn.Module):
-    """A transformers model with the interface of `Qwen3Model`. Built on the meta device by `build_hf_model`."""
+    """A transformers model with the interface of `Decoder`. Built on the meta device by `build_hf_model`."""
 
     def __init__(self, lm: PreTrainedModel, card: ModelCard) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class HFCausalLM(nn.Module):
         head: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]] | None = None,
         recorder: RoutingRecorder | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """As `Qwen3Model.forward`; routing cannot be replayed."""
+        """As `Decoder.forward`; routing cannot be replayed."""
         assert recorder is None, "transformers' routers can be neither recorded nor replayed"
         packing = Packing(attend, positions, int(positions.max()) + 1)
         output = self.lm.base_model(
@@ -162,7 +162,7 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
 def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
     if path is not None:
         return AutoConfig.from_pretrained(path)
-    from prl.models.checkpoints.checkpoint import card_to_hf_config
+    from prl.config.cards import card_to_hf_config
 
     if card.family == "other":
         raise UserError(

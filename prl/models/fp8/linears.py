@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prl.models.experts.moe import Experts
-from prl.models.families.qwen3 import Attention, DenseMLP, RoutingRecorder, rotate
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.experts.stacked import Experts
 from prl.models.fp8.cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks
 from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.gemm import Backend, deep_gemm, multiply, multiply_columns
+from prl.models.layers.attention import Attention
+from prl.models.layers.mlp import DenseMLP
+from prl.models.layers.rope import rotate
 
 KEPT = ("embed_tokens", "lm_head", "gate")  # names of modules that stay as they are; "gate" is the router
 

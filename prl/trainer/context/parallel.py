@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prl.models.families.qwen3 import Attend
+from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import AttentionImpl
 from prl.trainer.context.group import ContextGroup, sum_over_context
 from prl.trainer.context.ring_attention import ring_attention, zigzag_positions

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prl.models.families.qwen3 import Attend
+from prl.models.layers.attention import Attend
 from prl.models.layers.attention_kernels import varlen_backward, varlen_forward
 from prl.trainer.context.group import ContextGroup, Passing, pass_on
 

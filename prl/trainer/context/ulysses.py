@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from prl.models.families.qwen3 import Attend
+from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import AttentionImpl, packed_attention
 from prl.trainer.context.group import ContextGroup, exchange
 

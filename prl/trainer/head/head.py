@@ -25,7 +25,7 @@ def logprob_head(
     chunk: int | Literal["auto", "disabled"],
     kept: KeptSets | None = None,
 ) -> Head:
-    """A head for `Qwen3Model.forward`: (hidden [N, H], weight [V, H]) -> log p(target) [M], entropy [M], float32.
+    """A head for `Decoder.forward`: (hidden [N, H], weight [V, H]) -> log p(target) [M], entropy [M], float32.
 
     rows [M] (each at most once) are the positions whose next-token distribution is wanted, targets [M] the tokens that
     followed. The distribution is that of logits / temperature, as the engine samples it, and where it truncates, that

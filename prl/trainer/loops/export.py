@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prl.config.schema import RunConfig
 from prl.models.adapters.peft import export_adapter
-from prl.models.checkpoints.checkpoint import copy_tokenizer, hf_tensors, save_checkpoint
+from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
 from prl.trainer.policy import Policy
 
 ADAPTER = "adapter"  # in a directory of its own: transformers takes an adapter_config.json beside a model for its own

@@ -14,7 +14,8 @@ import torch
 
 from prl.metrics.mfu import utilisation
 from prl.models.adapters.peft import peft_tensors
-from prl.models.checkpoints.checkpoint import hf_tensors, resolve_model_path
+from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.checkpoints.writing import hf_tensors
 from prl.runtime.process.child import ChildContext
 from prl.trainer.loops.batches import BatchClient
 from prl.trainer.loops.export import export_policy

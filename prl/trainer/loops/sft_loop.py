@@ -12,7 +12,7 @@ import torch
 
 from prl.metrics.mfu import utilisation
 from prl.metrics.reader import read_rows
-from prl.models.checkpoints.checkpoint import resolve_model_path
+from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import load_tokenizer
 from prl.runtime.directory.checkpoints import parts_of

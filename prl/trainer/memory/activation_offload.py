@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from prl.config.schema import ActivationOffloading
-from prl.models.experts.moe import local_part
-from prl.models.families.qwen3 import Qwen3Model
+from prl.models.experts.stacked import local_part
+from prl.models.layers.decoder import Decoder
 from prl.trainer.memory.host_memory import Arena, CopyStream, compute_waits
 from prl.trainer.memory.saved_tensors import Stored, packing
 
@@ -35,7 +35,7 @@ MIN_BYTES = 1 << 20
 
 
 def apply_activation_offload(
-    model: Qwen3Model, config: ActivationOffloading, device: torch.device, min_bytes: int = MIN_BYTES
+    model: Decoder, config: ActivationOffloading, device: torch.device, min_bytes: int = MIN_BYTES
 ) -> ActivationOffload | None:
     """Offload what each layer saves, if `config` says so. After activation checkpointing, before sharding.
 

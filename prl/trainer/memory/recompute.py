@@ -24,14 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from prl.config.schema import ActivationCheckpointing
-from prl.models.families.qwen3 import DecoderLayer, DenseMLP, Qwen3Model, SparseMLP
+from prl.models.layers.decoder import Decoder, DecoderLayer
+from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.trainer.memory.saved_tensors import Pack, Stored, current_pack, packing
 
 # without targets: all that costs no second attention, MLP or dispatch
 DEFAULT_TARGETS = ("norm", "act", "attn_proj")
 
 
-def apply_checkpointing(model: Qwen3Model, ac: ActivationCheckpointing, compiled: bool = False) -> None:
+def apply_checkpointing(model: Decoder, ac: ActivationCheckpointing, compiled: bool = False) -> None:
     """Recompute activations in backward, as `ac` says; after compilation of the layers' parts and before sharding.
 
     Mode full drops all of every `freq`-th layer but its input. Mode selective drops, in every layer, the `targets`:

@@ -1,4 +1,4 @@
-"""Between Hugging Face's parameter names and ours (`hf_names`: those of transformers' own models).
+"""Between Hugging Face's parameter names and ours (`transformers.py`: those of transformers' own models).
 
 They differ in the prefix `model.` and in the experts, which a checkpoint stores one by one and we stack. Adding a
 family means adding its pairs here.
@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from prl.config.schema import ModelCard
+from prl.models.names.region import Region
 
 _EXPERT = re.compile(r"model\.(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-
-@dataclass(frozen=True)
-class Region:
-    """Where one Hugging Face tensor lies inside one of our parameters.
-
-    `expert` is the index along dimension 0 (None: there is no such dimension), `rows` the range along the dimension
-    behind it (None: all).
-    """
-
-    param: str
-    expert: int | None = None
-    rows: tuple[int, int] | None = None
 
 
 def locate(hf_name: str, card: ModelCard) -> Region | None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from prl.config.errors import UserError
-from prl.models.checkpoints.names import Region
+from prl.models.names.region import Region
 
 # Of the numbered rows: a second number tells a row from an entry of a vector where transformers (5.19 does) squeezes
 # what it takes apart, and shows that the columns stayed where they were.
@@ -74,9 +74,3 @@ def region_of(name: str, whole: Tensor, part: Tensor) -> Region | None:
     if whole.dim() != 3 or start + count > whole.shape[1]:
         return None
     return Region(name, expert, None if count == whole.shape[1] else (start, start + count))
-
-
-def cut(region: Region, whole: Tensor) -> Tensor:
-    """The tensor of a checkpoint that fills `region`, as a view of the whole parameter."""
-    part = whole if region.expert is None else whole[region.expert]
-    return part if region.rows is None else part[slice(*region.rows)]
