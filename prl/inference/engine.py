@@ -66,7 +66,7 @@ class TorchEngine:
         self.epoch = self.salted_epoch = 0
         self.has_weights = True
         self.weights_awake = self.cache_awake = True
-        self.isolation = Isolation(self)
+        self.isolation = Isolation(self, self.stats.finished)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
