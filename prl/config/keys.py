@@ -36,6 +36,10 @@ def as_override(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (tuple, list)):
         return f"[{','.join(map(as_override, value))}]"
+    if isinstance(value, Group):
+        value = value.model_dump(exclude_none=True)
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{as_override(inner)}' for key, inner in value.items())}}}"
     return str(value)
 
 

@@ -50,7 +50,7 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Decoder:
 def build_meta(config: RunConfig, path: Path | None) -> Decoder:
     """The model without storage: ours, or transformers' behind the same interface."""
     card = config.model.card
-    if config.model.impl == "hf" or card.family == "other":
+    if config.model.impl == "hf" or not card.is_native:
         from prl.models.families.hf_causal_lm import build_hf_model
 
         return build_hf_model(path, card)  # type: ignore[return-value]

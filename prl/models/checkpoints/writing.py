@@ -57,7 +57,7 @@ def save_checkpoint(
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
         (path / INDEX).write_text(json.dumps(listing, indent=1))
-    if card.family != "other":
+    if card.is_native:
         (path / "config.json").write_text(json.dumps(card_to_hf_config(card), indent=1) + "\n")
 
 

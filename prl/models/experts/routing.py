@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -38,22 +41,54 @@ def expert_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.uint16
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How a router chooses experts, and how it weights what they say."""
+
+    top_k: int
+    norm_topk_prob: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0  # of the mixing weights
+    groups: int = 1  # of experts; a group is worth its two best (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
+    kept_groups: int = 1
+
+    @classmethod
+    def of(cls, card: ModelCard, scoring: Literal["softmax", "sigmoid"] = "softmax") -> Choice:
+        return cls(
+            card.num_experts_per_tok,
+            card.norm_topk_prob,
+            scoring,
+            card.routed_scaling_factor,
+            card.n_group,
+            card.topk_group,
+        )
+
+
 def route(
-    logits: Tensor,
-    top_k: int,
-    norm_topk_prob: bool,
-    replayed: Tensor | None = None,
-    bias: Tensor | None = None,
+    logits: Tensor, choice: Choice, replayed: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Router logits [N, E] -> mixing weights [N, K] in the logits' dtype, expert indices [N, K] int64.
 
-    `bias` [E] float32 is added to the probabilities for the choice alone (arXiv:2408.15664); the mixing weights know
-    nothing of it. `replayed` [N, K] is a choice already made.
+    `bias` [E] float32 is added to the scores for the choice alone (arXiv:2408.15664); the mixing weights know nothing
+    of it. `replayed` [N, K] is a choice already made.
     """
-    probs = logits.float().softmax(dim=-1)
+    scores = logits.float().softmax(dim=-1) if choice.scoring == "softmax" else logits.float().sigmoid()
     if replayed is None:
-        replayed = (probs if bias is None else probs + bias).topk(top_k, dim=-1).indices
-    weights, experts = probs.gather(-1, replayed), replayed
-    if norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(logits.dtype), experts
+        wanted = scores if bias is None else scores + bias
+        if choice.kept_groups < choice.groups:
+            wanted = best_groups(wanted, choice)
+        replayed = wanted.topk(choice.top_k, dim=-1).indices
+    weights = scores.gather(-1, replayed)
+    if choice.norm_topk_prob:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    if choice.scale != 1.0:
+        weights = weights * choice.scale
+    return weights.to(logits.dtype), replayed
+
+
+def best_groups(wanted: Tensor, choice: Choice) -> Tensor:
+    """wanted [N, E] -> the same, with -inf outside of each token's best groups of experts."""
+    grouped = wanted.unflatten(-1, (choice.groups, -1))  # [N, G, E / G]
+    worth = grouped.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(choice.kept_groups, dim=-1).indices, True)
+    return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)

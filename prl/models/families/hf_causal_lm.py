@@ -164,7 +164,7 @@ def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path)
     from prl.config.cards import card_to_hf_config
 
-    if card.family == "other":
+    if not card.is_native:
         raise UserError(
             "A model of another family needs its config.json.",
             where="model.path=null",

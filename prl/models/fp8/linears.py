@@ -23,7 +23,6 @@ from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.gemm import Backend, deep_gemm, multiply, multiply_columns
 from prl.models.layers.attention import Attention
 from prl.models.layers.mlp import DenseMLP
-from prl.models.layers.rope import rotate
 
 KEPT = ("embed_tokens", "lm_head", "gate")  # names of modules that stay as they are; "gate" is the router
 
@@ -111,17 +110,15 @@ def apply_linears(x: Tensor, linears: Sequence[Fp8Linear]) -> list[Tensor]:
 class Fp8Attention(Attention):
     """q, k and v from one operation."""
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [N, H] -> q [N, Hq, D], k and v [N, Hkv, D]."""
-        projections = [self.q_proj, self.k_proj, self.v_proj]
-        q, k, v = (y.view(len(x), -1, self.head_dim) for y in apply_linears(x, projections))  # type: ignore[arg-type]
-        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+    def multiply(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = apply_linears(x, [self.q_proj, self.k_proj, self.v_proj])  # type: ignore[list-item]
+        return q, k, v
 
 
 class Fp8DenseMLP(DenseMLP):
     """Gate and up from one operation."""
 
-    def forward(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
+    def forward(self, x: Tensor, recorder: RoutingRecorder | None = None) -> Tensor:
         gate, up = apply_linears(x, [self.gate_proj, self.up_proj])  # type: ignore[list-item]
         return self.down_proj(self.activate(gate, up))
 

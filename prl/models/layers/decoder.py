@@ -20,7 +20,7 @@ from prl.models.layers.attention import Attend, Attention
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotary_tables
-from prl.models.names.decoder import locate, to_hf
+from prl.models.names.decoder import Names, locate, to_hf
 from prl.models.names.region import Region
 
 
@@ -63,6 +63,8 @@ class Decoder(nn.Module):
     head's weight is whole only there.
     """
 
+    names = Names()  # of its checkpoints
+
     def __init__(self, card: ModelCard) -> None:
         super().__init__()
         self.card = card
@@ -89,7 +91,7 @@ class Decoder(nn.Module):
         recorder: RoutingRecorder | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         x = self.embed_tokens(input_ids)
-        cos, sin = rotary_tables(positions, self.card.head_dim, self.card.rope_theta)
+        cos, sin = rotary_tables(positions, self.card)
         for layer in self.layers:
             x = layer(x, cos, sin, attend, recorder)
         x = self.norm(x)
@@ -101,23 +103,31 @@ class Decoder(nn.Module):
 
     def locate(self, hf_name: str) -> Region | None:
         """The region that a checkpoint tensor fills; None for one that this model does not hold."""
-        return locate(hf_name, self.card)
+        return locate(hf_name, self.card, self.names)
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """One whole parameter -> its checkpoint tensors (views)."""
-        return to_hf(name, tensor, self.card)
+        return to_hf(name, tensor, self.card, self.names)
 
     def checkpoint_buffers(self) -> dict[str, Tensor]:
-        """Buffers that are part of Hugging Face checkpoints: none."""
-        return {}
+        """Buffers that are part of Hugging Face checkpoints: the corrections of routers' choices, in float32."""
+        return {
+            f"{name}.router_bias": module.router_bias
+            for name, module in self.named_modules()
+            if isinstance(module, SparseMLP) and module.corrected and module.router_bias is not None
+        }
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Normal(0, std) for matrices, ones for norms; the same numbers for the same generator state on every
-        platform's CPU.
+        """Normal(0, std) for matrices, ones for norms, zeros for biases; the same numbers for the same generator state
+        on every platform's CPU.
         """
         for name, param in self.named_parameters():
             if name.endswith("norm.weight"):
                 param.fill_(1.0)
+            elif name.endswith(".bias"):
+                param.zero_()
             else:
                 param.normal_(0.0, std, generator=generator)
+        for buffer in self.checkpoint_buffers().values():
+            buffer.zero_()
