@@ -153,9 +153,9 @@ def saved(tmp_path):
 
 
 def test_a_card_that_does_not_describe_the_checkpoint_is_refused(saved):
-    with pytest.raises(UserError, match=r"rope_theta: card 1\.0, checkpoint 5000\.0; num_experts: card 8"):
+    with pytest.raises(UserError, match=r"num_experts: card 8, checkpoint 4; rope_theta: card 1\.0, checkpoint 5000\.0"):
         check_card(saved, moe_card(tie_word_embeddings=False, num_experts=8, rope_theta=1.0))
-    with pytest.raises(UserError, match="model_type: card qwen3, checkpoint qwen3_moe"):
+    with pytest.raises(UserError, match="family: card qwen3, checkpoint qwen3_moe"):
         check_card(saved, dense_card())
 
 
@@ -300,6 +300,10 @@ def test_scaled_rotary_embedding_is_not_passed_over(field, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | field))
     with pytest.raises(UserError, match="rope_type"):
         check_card(tmp_path, card)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(UserError, match=r"rope_scaling: card .rope_type:linear,factor:2\.0., checkpoint null"):
+        check_card(tmp_path, moe_card(rope_scaling=scaled))
     check_card(tmp_path, card.model_copy(update={"family": "other"}))
 
 

@@ -28,8 +28,8 @@ from safetensors import safe_open
 
 from prl.config import compose
 from prl.config.errors import UserError
+from prl.config.hub import repair
 from prl.models.checkpoints.config_json import check_card
-from prl.models.checkpoints.hub import repair
 from prl.models.checkpoints.reading import check_files, load_checkpoint, load_model
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.families.build import build_decoder
@@ -185,7 +185,7 @@ def test_a_card_that_contradicts_the_checkpoint_names_the_overrides(home):
 
 FETCH = """
 import sys
-from prl.models.checkpoints.hub import fetch_checkpoint
+from prl.config.hub import fetch_checkpoint
 from prl.config.errors import UserError
 try:
     fetch_checkpoint(sys.argv[1])

@@ -99,9 +99,9 @@ def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: F
             part = config["rotary_dim"] / facts["head_dim"]
         if part is not None:
             found["partial_rotary_factor"] = part
-    if "rope_scaling" in family.has and rotary["rope_type"] != "default":
+    if "rope_scaling" in family.has:
         known = {key: value for key, value in rotary.items() if key in RopeScaling.model_fields and value is not None}
-        found["rope_scaling"] = RopeScaling.model_validate(known)
+        found["rope_scaling"] = None if rotary["rope_type"] == "default" else RopeScaling.model_validate(known)
     return found
 
 

@@ -11,12 +11,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from prl.config.auto_card import complete_card
+from prl.config.chosen import said_by_user
 from prl.config.errors import ConfigError, UserError
 from prl.config.evaluated import take_model
-from prl.config.keys import as_override, field_of, schema_keys
+from prl.config.keys import as_override, field_of, is_group, schema_keys
 from prl.config.overrides import unknown_key
 from prl.config.rules import violations
-from prl.config.schema import Group, RunConfig
+from prl.config.schema import Group, RunConfig, WarmStartConfig
+
+WHEN = "warm_start.when"
 
 
 def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
@@ -45,16 +49,31 @@ def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
     """As `resolve`, of dicts in which no key refers to another and none is left to the user. `plain` is changed."""
     _refuse_recorded(plain)
     plain.update(run_fields)
+    if isinstance(plain.get("model"), dict):
+        complete_card(plain["model"])
     try:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:
         raise ConfigError(_explain_all(error)) from error
     if config.job == "eval" and config.eval.run is not None:
         config = take_model(config)
+    config = settle_warm_start(config)
     found = violations(config)
     if found:
         raise ConfigError(found)
     return config
+
+
+def settle_warm_start(config: RunConfig) -> RunConfig:
+    """`warm_start.when=random_weights`: a checkpoint that others have trained begins as it is."""
+    stage = config.warm_start
+    if stage is None or stage.when == "always":
+        return config
+    keys = [key for key in schema_keys(WarmStartConfig, "warm_start.") if key != WHEN and not is_group(key)]
+    asked = any(said_by_user(config, key) for key in keys)
+    wanted = config.model.path is None or asked
+    settled = stage.model_copy(update={"when": "always"}) if wanted else None
+    return config.model_copy(update={"warm_start": settled})
 
 
 def unresolved(error: OmegaConfBaseException) -> UserError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from prl.config.schema_fields import (
     DirectoryOrName,
     Group,
@@ -20,12 +22,14 @@ FamilyName = Literal["llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "o
 CpStyle = Literal["ulysses", "ring"]
 
 
-class RopeScaling(Group):
+class RopeScaling(BaseModel):
     """How rotary embeddings are stretched beyond the context that they were trained with, in the words of config.json.
 
     linear: positions divided by `factor` (arXiv:2306.15595). llama3: slow frequencies divided, fast ones kept, those
     between blended (Llama 3, arXiv:2407.21783). yarn: arXiv:2309.00071.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: PositiveFloat

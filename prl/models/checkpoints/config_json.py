@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from prl.config.auto_card import FREE
 from prl.config.cards import facts_of, not_built
 from prl.config.errors import UserError
 from prl.config.keys import as_override
 from prl.config.schema import ModelCard
 
 OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-FREE = ("max_position_embeddings",)  # what a user may say otherwise than the checkpoint does
 
 
 def read_config_json(path: Path) -> dict[str, Any]:

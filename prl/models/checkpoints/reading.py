@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prl.config.errors import UserError
+from prl.config.hub import repair
 from prl.config.schema import ModelCard
 from prl.models.adapters.lora import is_adapter
-from prl.models.checkpoints.hub import repair
 from prl.models.families.build import build_decoder
 from prl.models.layers.decoder import Decoder
 from prl.models.names.region import Region

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from prl.config.hub import fetch_checkpoint
 from prl.config.point import random_checkpoint_dir
 from prl.config.schema import ModelConfig
-from prl.models.checkpoints.hub import fetch_checkpoint
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.families.build import build_decoder
 

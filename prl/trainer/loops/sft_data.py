@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import UserError
+from prl.config.hub import load_rows, why_not
 from prl.config.packages import DATASETS
 from prl.config.schema import SftConfig, SftDataConfig
 from prl.envs.protocol import Split
-from prl.models.checkpoints.hub import load_rows, why_not
 from prl.models.text.chat import ChatRenderer, Message, mask_by_role
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import Document, build_micro_batch

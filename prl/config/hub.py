@@ -35,6 +35,22 @@ def fetch_checkpoint(repo_id: str) -> Path:
         ) from error
 
 
+def fetch_config_json(repo_id: str) -> Path:
+    """The config.json of a model alone, fetched unless the cache has it. Raises UserError as `fetch_checkpoint`."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo_id, "config.json"))
+    except Exception as error:  # see fetch_checkpoint
+        why, fix = why_not(error, repo_id, "model")
+        raise UserError(
+            f"model {repo_id!r} is neither a directory nor could its config.json be fetched from the Hugging Face hub",
+            where=f"model.path={repo_id}",
+            why=why,
+            fix=f"{fix}; or model.path=/path/to/checkpoint",
+        ) from error
+
+
 def load_rows(name: str, split: str, args: dict[str, Any]) -> Dataset:
     """One split of a data set by `datasets.load_dataset`, which without network knows only what it has itself read
     before: here what `hf download` has brought is found, too. Raises whatever `datasets` raises.
