@@ -96,7 +96,7 @@ def test_what_is_wrong_with_a_file_is_told_with_its_name(own, text, what, fix):
         ("inference/vllm/mine.yaml", "max_num_seqs: 4\n", "+inference/vllm=mine"),  # at inference.vllm, which takes it
         ("model/mine.yaml", "defaults: [tiny_qwen3, _self_]\ninit_seed: 2\n", "model=mine"),
         ("memory_recipe/mine.yaml", "defaults: [tight, _self_]\n", "memory=mine"),
-        ("local/default.yaml", "seed: 5\n", "seed=1"),  # of a directory that is no site's
+        ("local/default.yaml", f"{HEADER}seed: 5\n", "seed=1"),  # which every job composes
     ],
 )  # fmt: skip
 def test_what_composes_is_not_refused(own, name, text, override):

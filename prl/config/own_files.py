@@ -81,7 +81,8 @@ def _chosen(lines: Iterable[str]) -> Iterator[OwnFile]:
 
 def _own(group: str, choice: str, package: str | None = None) -> Iterator[OwnFile]:
     """The file of that choice, if it is one of the user's own."""
-    path = file_of_choice("memory_recipe" if group == "memory" else group, choice)
+    group = "memory_recipe" if group == "memory" else group
+    path = file_of_choice(group, choice)
     if any(path.is_relative_to(root) for root in directories()) and path.is_file():
         yield OwnFile(path, group, package)
 
