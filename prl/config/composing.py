@@ -171,8 +171,8 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         from prl.config.resolving import unresolved
 
         found = [unresolved(error)]
-    if not found and (of_a_line := refused_line(str(error), overrides, _groups_of(config_name))) is not None:
-        found = [of_a_line]
+    if not found and (refused := refused_line(str(error), overrides, _groups_of(config_name))) is not None:
+        found = [refused]
     if not found and (other := _of_another_job(str(error), overrides, config_name)) is not None:
         found = [other]
     if not found and (of_hydra := _of_hydras_group(str(error))) is not None:
