@@ -30,7 +30,7 @@ from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
 from prl.runtime.process.failures import Failure, failure_of_root
-from prl.runtime.process.gpus import refuse_too_few_gpus, roles_without_gpu
+from prl.runtime.process.gpus import roles_without_gpu
 from prl.runtime.process.reaper import Reaper
 from prl.runtime.process.signals import StopSignals
 from prl.runtime.supervisor import ENTRIES, Household, Outcome, Supervisor
@@ -59,10 +59,9 @@ def run(
     again.
     """
     shield_console(works=True)
-    check_machine(config)
     plan = make_plan(config)
-    if has_no_agents() and (not seats or plan.num_nodes == 1):
-        refuse_too_few_gpus(plan)
+    alone = has_no_agents() and (not seats or plan.num_nodes == 1)
+    check_machine(config, plan if alone else None, starts_all=alone and not seats)
     with nullcontext(signals) if signals else StopSignals() as signals:
         run_dir = claim(plan)
         on_claim(run_dir.path)
