@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prl.config.console import console_error, leave_told, shield_console
+from prl.config.console import console_error, leave_told, one_line, shield_console
 from prl.config.errors import UserError
 from prl.runtime.agent import read_attempts
 from prl.runtime.directory.files import find_directories, open_regular, parse_object
@@ -73,7 +73,7 @@ def render(directory: Path) -> tuple[str, bool]:
     rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    lines = [render_table(sorted(rows)), summarise_failures(directory), damage]
+    lines = [render_table(sorted(rows)), one_line(summarise_failures(directory)), damage]
     return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
 
 
@@ -127,9 +127,13 @@ def true_state(run_dir: Path, status: dict[str, Any]) -> str:
 
 def render_run(run_dir: Path, state: str) -> str:
     """One run in full."""
+    return "\n".join(map(one_line, _lines_of_run(run_dir, state)))
+
+
+def _lines_of_run(run_dir: Path, state: str) -> list[str]:
     status = read_status(run_dir)
     if not status:
-        return f"{run_dir}: {state}; {status_path(run_dir)} holds no status"
+        return [f"{run_dir}: {state}; {status_path(run_dir)} holds no status"]
     lines = [
         f"{run_dir}: {state}, step {status['step']}/{status['max_steps']}",
         f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)} ago",
@@ -144,12 +148,12 @@ def render_run(run_dir: Path, state: str) -> str:
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")
         lines += [f"  | {line}" for line in failure["log_tail"]]
-    return "\n".join(lines)
+    return lines
 
 
 def render_table(rows: list[tuple[str, ...]]) -> str:
     """One row per run."""
-    rows = [HEADER, *rows]
+    rows = [HEADER, *(tuple(map(one_line, row)) for row in rows)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
