@@ -230,6 +230,9 @@ def _prepare(
     left = [point for point in points if point not in todo]
     for point in left:
         session.leave(point.path, states[point.path])
+    for point in todo:
+        if states[point.path] == "refused":
+            session.try_again(point.path)
     record_points(sweep_dir, points)
     return todo
 

@@ -237,7 +237,11 @@ def test_a_time_limit_of_zero_is_none_and_reaches_sbatch(tmp_path, time):
         ({"state": "stopped"}, "unfinished"),
         ({"state": "running"}, "unfinished"),  # and nobody holds the lock
         *(({"state": "failed", "failure": {"class": kind}}, "unfinished") for kind in ("node", "hang", "collective")),
-        *(({"state": "failed", "failure": {"class": kind}}, "failed") for kind in FINAL),
+        *(({"state": "failed", "failure": {"class": kind}, "began": True, "step": 3}, "failed") for kind in FINAL),
+        *(({"state": "failed", "failure": {"class": kind}}, "failed") for kind in FINAL if kind != "config"),
+        # before anything was trained, of a first attempt and of one that was to go on
+        ({"state": "failed", "failure": {"class": "config"}, "began": True}, "refused"),
+        ({"state": "failed", "failure": {"class": "config"}, "step": 3}, "refused"),
         ({"state": "failed"}, "unfinished"),  # killed before it could say why
     ],
 )
@@ -246,8 +250,8 @@ def test_states_of_a_point(tmp_path, status, state):
         (tmp_path / "status.json").write_text(json.dumps(status))
     assert state_of(tmp_path) == state
     assert state_of(tmp_path, {tmp_path}) == "active"
-    assert is_to_start(state, LauncherSettings()) == (state in ("missing", "unfinished"))
-    assert is_to_start(state, LauncherSettings(retry_failed=True)) == (state in ("missing", "unfinished", "failed"))
+    assert is_to_start(state, LauncherSettings()) == (state in ("missing", "unfinished", "refused"))
+    assert is_to_start(state, LauncherSettings(retry_failed=True)) == (state not in ("active", "done"))
 
 
 def test_retries_are_counted_from_the_last_progress(tmp_path, monkeypatch):

@@ -54,8 +54,8 @@ def _differing(points: list[Point]) -> list[str]:
 
 def _candidates(points: list[Point]) -> Iterator[tuple[str, Callable[[Point], str]]]:
     """Seed first, which no choice stands for; choices before keys: `memory` says more than a chunk size."""
-    choices = sorted({group for point in points for group in point.config.get("choices", {})})
-    keys = sorted({key for point in points for key in _flat(point.config)})
+    choices = sorted({group for point in points for group in point.config.get("choices", {}) if group.isprintable()})
+    keys = sorted({key for point in points for key in _flat(point.config) if key.isprintable()})
     for key in (SEED, *choices, *keys):
         if key == SEED or key in choices or key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES):
             yield key, lambda point, key=key: value_of(point, key)  # type: ignore[misc]

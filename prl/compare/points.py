@@ -95,18 +95,19 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
     found = _read_json(path / "plan.json")
     plan = shaped(found, OF_PLAN)
     config, roles = plan["config"] if "config" in found else {}, plan["roles"]
+    swept = texts(config.get("swept")) or texts(listed.get("swept"))
     status = read_status(path)
     failure = status.get("failure") or {}
     point = Point(
         name=one_line(name),
         state=_state(path, bool(found), status),
         why=one_line(f"{failure['class']}: {failure['role']}: {failure['message']}") if failure else "",
-        point_id=plan["point_id"] or str(listed.get("point_id", "")),
+        point_id=one_line(plan["point_id"] or listed.get("point_id", "")),
         job=config.get("job", ""),
         step=status.get("step", 0),
         max_steps=steps if is_number(steps := config.get("max_steps")) else None,
         devices=len({(role["node"], device) for role in roles for device in role["devices"]}) or None,
-        swept={key: one_line(value) for key, value in (texts(config.get("swept")) or texts(listed.get("swept"))).items()},
+        swept={one_line(key): one_line(value) for key, value in swept.items()},
         config=config,
         run_id=str(_read_json(path / ENV).get("run_id", "")),
     )
