@@ -142,13 +142,19 @@ def _lines_of_run(run_dir: Path, state: str) -> list[str]:
         lines += [f"serves at {url}" for url in status["urls"]]
     for name, role in status["roles"].items():
         exit_code = "" if role["exit"] is None else f" with exit code {role['exit']}"
-        lines.append(f"  {name:<20} {role['state']}{exit_code} (process {role['pid']})")
+        lines.append(f"  {name:<20} {role_state(role, state)}{exit_code} (process {role['pid']})")
+    lines += [f"engine {url} is left out: {why}" for url, why in status["lost_engines"].items()]
     lines += [f"alarm {alarm['kind']} since step {alarm['since']}: {alarm['message']}" for alarm in status["alarms"]]
     failure = status["failure"]
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")
         lines += [f"  | {line}" for line in failure["log_tail"]]
     return lines
+
+
+def role_state(role: dict[str, Any], state: str) -> str:
+    """Of a role of a run in this state: no process outlives its run, whatever was the last that was written of it."""
+    return "ended" if state in IDLE and role["state"] in ("starting", "ready") else str(role["state"])
 
 
 def render_table(rows: list[tuple[str, ...]]) -> str:
@@ -164,8 +170,10 @@ def _row(directory: Path, run: Path) -> tuple[str, ...]:
         return (name, UNREADABLE, *[""] * (len(HEADER) - 3), f"{status_path(run)} holds no status")
     failure = status["failure"]
     why = f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else ""
-    alarms = ", ".join(alarm["kind"] for alarm in status["alarms"])
-    why = (why or (f"alarms: {alarms}" if alarms else ""))[:WHY_WIDTH]
+    alarms, lost = ", ".join(alarm["kind"] for alarm in status["alarms"]), ", ".join(status["lost_engines"])
+    more = [f"alarms: {alarms}"] * bool(alarms) + [f"engines left out: {lost}"] * bool(lost)
+    why = why or "; ".join(more)
+    why = why if len(why) <= WHY_WIDTH else f"{why[: WHY_WIDTH - 1]}…"  # the run's own view has all of it
     step = f"{status['step']}/{status['max_steps']}"
     state = true_state(run, status)
     last = last_rows(run)

@@ -207,6 +207,9 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
     path = run_dir.path
     if run_dir.is_ours():
         discard_unfinished(path)
+    for alarm in read_status(path).get("alarms", []):
+        told = f"alarm {alarm['kind']} was on at the end, since step {alarm['since']}: {alarm['message']}"
+        print(told, file=sys.stderr, flush=True)
     if outcome.failure is not None:
         _tell_failure(outcome.failure)
     if outcome.state == "failed":

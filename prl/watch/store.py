@@ -17,7 +17,7 @@ from prl.config.errors import UserError
 from prl.runtime.directory.files import read_object
 from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
-from prl.status import ALONE, IDLE, last_rows, true_state, waiting_points
+from prl.status import ALONE, IDLE, last_rows, role_state, true_state, waiting_points
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
@@ -64,7 +64,8 @@ class Run:
             "why": f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else "",
             "log_tail": failure.get("log_tail", []),
             "alarms": status.get("alarms") or [],
-            "roles": {name: role.get("state") for name, role in (status.get("roles") or {}).items()},
+            "lost_engines": status.get("lost_engines") or {},
+            "roles": {name: role_state(role, state) for name, role in (status.get("roles") or {}).items()},
             "step": status.get("step", 0),
             "max_steps": config.get("max_steps"),
             "attempt": status.get("attempt"),

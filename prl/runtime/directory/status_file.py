@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from prl.runtime.directory.files import read_object, read_objects, replace_file
 from prl.runtime.directory.identity import describe_process
-from prl.runtime.directory.shapes import shaped, without_misfits
+from prl.runtime.directory.shapes import shaped, texts, without_misfits
 
 State = Literal["starting", "running", "stopping", "done", "stopped", "failed"]
 FINAL_STATES = ("done", "stopped", "failed")
@@ -26,6 +26,7 @@ EMPTY: dict[str, Any] = {
     "max_steps": 0,
     "roles": {},
     "alarms": [],  # prl/metrics/alarms.py; those that are on
+    "lost_engines": {},  # URL of one of inference.urls that is left out -> why
     "urls": [],  # of a server for people
     "updated": 0.0,
     "attempt": 0,
@@ -58,6 +59,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     status: dict[str, Any] = shaped(found, SHAPE)
     status["failure"] = shaped(failure, FAILURE) if isinstance(failure, dict) else None
     named = roles.items() if isinstance(roles, dict) else ()
+    status["lost_engines"] = texts(found.get("lost_engines"))
     status["roles"] = {name: shaped(role, ROLE) for name, role in named if isinstance(role, dict)}
     return status
 
