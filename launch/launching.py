@@ -153,6 +153,10 @@ def refuse_impossible(points: list[Point], settings: LauncherSettings, on_slurm:
         refuse_loopback_engines(points)
         refuse_too_large(points)
         refuse_too_short(points, settings)
+        if settings.slurm.template_path or any(point.config.slurm.template_path for point in points):
+            from launch.slurm import refuse_templates  # submitit and jinja2, as above
+
+            refuse_templates(points, settings)
 
 
 def _results(

@@ -14,7 +14,7 @@ import pytest
 
 from launch.code_copy import FrozenCode
 from launch.hydra_plugin import PointLauncher
-from launch.launching import SUBMIT_LOCK
+from launch.launching import refuse_impossible, SUBMIT_LOCK
 from launch.local import share_cores, start_agent
 from launch.points import is_to_start, make_points
 from launch.settings import LauncherSettings
@@ -337,6 +337,18 @@ def test_a_warning_too_early_is_refused_before_anything_is_written(tmp_path):
     assert done.returncode == 2
     assert "slurm.time=1 is 60 s" in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("text", ["{{ job_nam }}", "{% if %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", b"\xff", None])
+def test_a_template_that_cannot_be_used_is_refused_before_anything_is_written(tmp_path, text):
+    template = tmp_path / "mine.j2"
+    if text is not None:
+        template.write_bytes(text.encode() if isinstance(text, str) else text)
+    points = points_of(tmp_path, "seed=1", f"slurm.template_path={template}")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="template cannot be used"):
+        refuse_impossible(points, LauncherSettings(), on_slurm=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_refused_sweep_leaves_no_lock(tmp_path):

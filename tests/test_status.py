@@ -74,6 +74,19 @@ def test_engines_that_are_left_out_are_in_the_status_and_on_the_page(tmp_path: P
     assert Store(tmp_path).overview()["runs"][0]["lost_engines"] == {"http://a": "no answer"}
 
 
+def test_a_point_that_was_stopped_names_a_command_that_takes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(["warm_start=none", f"output_dir={tmp_path / 's/point'}"])
+    plan = make_plan(config.model_copy(update={"sweep": "s"}))
+    run_dir = claim(plan)
+    _conclude(plan, run_dir, Outcome("stopped", 5), StopSignals())
+    run_dir.release()
+    said = capsys.readouterr().out
+    assert f"python -m prl.runtime.agent {run_dir.path}," in said
+    assert "output_dir=" not in said
+
+
 @pytest.mark.parametrize("state", ["failed", "stopped", "done"])
 def test_the_end_names_alarms_that_were_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str) -> None:
     plan = make_plan(compose(["warm_start=none", f"output_dir={tmp_path / 'run'}"]))
