@@ -66,7 +66,6 @@ class Session:
         if state == "failed":
             self.failed[str(path)] = 1
 
-
     def try_again(self, path: Path) -> None:
         """Say that a point is started although it was refused before, and why it was."""
         message = (read_status(path).get("failure") or {}).get("message", "")

@@ -123,7 +123,15 @@ def render(batch: Batch, sweep_dir: Path, code: FrozenCode, listing: Path) -> st
     try:
         text = path.read_text()
         return environment.from_string(text).render(template_variables(batch, sweep_dir, code, listing))
-    except (OSError, jinja2.TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+    except (
+        OSError,
+        jinja2.TemplateError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+    ) as error:
         raise UserError(
             f"The sbatch template cannot be used: {error}",
             where=f"slurm.template_path={path}",

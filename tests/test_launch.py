@@ -14,7 +14,7 @@ import pytest
 
 from launch.code_copy import FrozenCode
 from launch.hydra_plugin import PointLauncher
-from launch.launching import refuse_impossible, SUBMIT_LOCK
+from launch.launching import SUBMIT_LOCK, refuse_impossible
 from launch.local import share_cores, start_agent
 from launch.points import is_to_start, make_points
 from launch.settings import LauncherSettings

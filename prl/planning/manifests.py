@@ -17,8 +17,8 @@ import yaml
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.planning.pod_needs import SECRET, check_claim, check_image, variables_of, what_pods_need
 from prl.planning.planner import make_plan
+from prl.planning.pod_needs import SECRET, check_claim, check_image, variables_of, what_pods_need
 from prl.planning.run_plan import RunPlan, plan_to_json
 
 LONGEST_LABEL = 63  # DNS-1123

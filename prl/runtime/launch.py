@@ -108,9 +108,7 @@ def _record_refusal(plan: RunPlan, error: UserError) -> None:
             if before.get("state") == "done":
                 return
             config = plan.config
-            status = StatusFile(
-                run_dir.path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours
-            )
+            status = StatusFile(run_dir.path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours)
             kept = {key: before[key] for key in ("step", "saved") if key in before}
             status.update(state="failed", failure=failure_of_root(error, error), **kept)
         finally:

@@ -44,7 +44,9 @@ class Run:
             found = read_object(self.path / "plan.json") or {}
             config = found.get("config")
             config = config if isinstance(config, dict) else {}
-            kept = {key: config.get(key) for key in ("job", "max_steps", "seed")} | {"swept": texts(config.get("swept"))}
+            kept = {key: config.get(key) for key in ("job", "max_steps", "seed")} | {
+                "swept": texts(config.get("swept"))
+            }
             self.plan = {**kept, "point_id": found.get("point_id")} if found else {}
         return self.plan
 

@@ -48,7 +48,9 @@ def timeline(timed: dict[str, list[Row]], step: int | None) -> dict[str, Any]:
 
 def _spans(role: str, rows: list[Row]) -> dict[str, list[Span]]:
     if role.startswith("trainer"):
-        return {role.replace(".", "/"): [span for row in rows if is_number(row.get("step_s")) for span in _trainer(row)]}
+        return {
+            role.replace(".", "/"): [span for row in rows if is_number(row.get("step_s")) for span in _trainer(row)]
+        }
     if role != "orchestrator":
         return {}
     batches: list[Span] = []

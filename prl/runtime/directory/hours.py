@@ -154,7 +154,9 @@ def read_hours(run_dir: Path, devices: int | None) -> list[Attempt]:
         if not isinstance(began, int | float):
             continue
         if row["attempt"] not in attempts:
-            attempts[row["attempt"]] = Attempt(row["attempt"], row.get("job") and one_line(row["job"]), devices, began, began, False, {})
+            attempts[row["attempt"]] = Attempt(
+                row["attempt"], row.get("job") and one_line(row["job"]), devices, began, began, False, {}
+            )
         if isinstance(ended, int | float):
             attempt = attempts[row["attempt"]]
             attempt.go_on(ended, END if attempt.seconds else UNTOLD)
