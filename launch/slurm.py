@@ -26,6 +26,7 @@ from prl.runtime.nodes.job_nodes import without_job
 from prl.runtime.process.python_path import python_command
 
 DEFAULT_TEMPLATE = Path(__file__).parent / "templates" / "default.sbatch.j2"
+OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)  # what their expressions raise
 
 
 class PointExecutor(submitit.SlurmExecutor):
@@ -123,15 +124,7 @@ def render(batch: Batch, sweep_dir: Path, code: FrozenCode, listing: Path) -> st
     try:
         text = path.read_text()
         return environment.from_string(text).render(template_variables(batch, sweep_dir, code, listing))
-    except (
-        OSError,
-        jinja2.TemplateError,
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        LookupError,
-        AttributeError,
-    ) as error:
+    except (OSError, jinja2.TemplateError, *OF_TEMPLATES) as error:
         raise UserError(
             f"The sbatch template cannot be used: {error}",
             where=f"slurm.template_path={path}",
