@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -74,16 +75,22 @@ def test_engines_that_are_left_out_are_in_the_status_and_on_the_page(tmp_path: P
     assert Store(tmp_path).overview()["runs"][0]["lost_engines"] == {"http://a": "no answer"}
 
 
+def told_to_stop() -> StopSignals:
+    signals = StopSignals()
+    signals.hear(signal.SIGTERM, 1, None)
+    return signals
+
+
 def test_a_point_that_was_stopped_names_a_command_that_takes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = compose(["warm_start=none", f"output_dir={tmp_path / 's/point'}"])
     plan = make_plan(config.model_copy(update={"sweep": "s"}))
     run_dir = claim(plan)
-    _conclude(plan, run_dir, Outcome("stopped", 5), StopSignals())
+    _conclude(plan, run_dir, Outcome("stopped", 5), told_to_stop())
     run_dir.release()
     said = capsys.readouterr().out
-    assert f"python -m prl.runtime.agent {run_dir.path}," in said
+    assert said.endswith(f"the sweep's command resumes; for this point alone: python -m prl.runtime.agent {run_dir.path}\n")
     assert "output_dir=" not in said
 
 
@@ -95,6 +102,6 @@ def test_the_end_names_alarms_that_were_on(tmp_path: Path, capsys: pytest.Captur
     alarm = {"kind": "no_signal", "since": 3, "message": "all rewards are the same"}
     status.update(state=state, step=5, alarms=[alarm])
     failure = Failure("code", "trainer/0", 0, 0, "oh no", "") if state == "failed" else None
-    _conclude(plan, run_dir, Outcome(state, 5, failure), StopSignals())  # type: ignore[arg-type]
+    _conclude(plan, run_dir, Outcome(state, 5, failure), told_to_stop())  # type: ignore[arg-type]
     run_dir.release()
     assert "alarm no_signal was on at the end, since step 3: all rewards are the same" in capsys.readouterr().err

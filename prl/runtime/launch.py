@@ -217,23 +217,23 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
             print("stopped serving", flush=True)
             return signals.exit_code
         if plan.config.job == "eval":
-            print(f"stopped; {how_to_go_on(plan, path)} begins anew", flush=True)
+            print(f"stopped; {how_to_go_on(plan, path, 'begins anew')}", flush=True)
             return signals.exit_code
         saved = steps(path)
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
         if saved and saved[-1] < outcome.step:
             kept += f" (later ones did not fit into the time that was left: {path / 'logs'})"
-        print(f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path)} resumes", flush=True)
+        print(f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes')}", flush=True)
         return signals.exit_code
     print_report(plan, path)
     return 0
 
 
-def how_to_go_on(plan: RunPlan, path: Path) -> str:
-    """The command for that. A sweep gives its points their directories, and takes no output_dir."""
+def how_to_go_on(plan: RunPlan, path: Path, does: str) -> str:
+    """Which command does that. A sweep gives its points their directories, and takes no output_dir."""
     if plan.config.sweep is None:
-        return f"the same command with output_dir={path}"
-    return f"the sweep's command, or for this point alone python -m prl.runtime.agent {path},"
+        return f"the same command with output_dir={path} {does}"
+    return f"the sweep's command {does}; for this point alone: python -m prl.runtime.agent {path}"
 
 
 def _tell_failure(failure: Failure) -> None:
