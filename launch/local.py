@@ -66,8 +66,7 @@ def visible_gpus() -> list[str]:
 
 def run_points(session: Session, points: list[Point], places: list[str | None], settings: LauncherSettings) -> None:
     """Each point in a process of its own, from a copy of the code as it is now; one that fails is remembered in the
-    session, and the others go on. Where several run at a time, their
-    consoles go to POINT/console.log.
+    session, and the others go on. Where several run at a time, their consoles go to POINT/console.log.
 
     A signal to this process stops all in order, a second one at once; should it be killed, they die with it. After a
     point that was interrupted otherwise (prl.cancel) no further ones start, and those that run go on. What another

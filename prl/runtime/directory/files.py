@@ -138,8 +138,9 @@ def find_directories(root: Path, is_wanted: Callable[[Path], bool]) -> list[Path
         if path != root and is_wanted(path):
             found.append(path)
             continue
-        for inner in path.iterdir():
-            (links if inner.is_symlink() else ahead).append(inner)
+        with contextlib.suppress(OSError):  # nobody's business, or gone meanwhile
+            for inner in path.iterdir():
+                (links if inner.is_symlink() else ahead).append(inner)
     return sorted(found)
 
 
