@@ -90,7 +90,7 @@ def test_a_point_that_was_stopped_names_a_command_that_takes_it(
     _conclude(plan, run_dir, Outcome("stopped", 5), told_to_stop())
     run_dir.release()
     said = capsys.readouterr().out
-    assert said.endswith(f"the sweep's command resumes; for this point alone: python -m prl.runtime.agent {run_dir.path}\n")
+    assert said.endswith(f"command resumes; for this point alone: python -m prl.runtime.agent {run_dir.path}\n")
     assert "output_dir=" not in said
 
 
