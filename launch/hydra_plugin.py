@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -36,7 +37,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E40
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
-RECORD = "multirun.yaml"  # which Hydra writes into the sweep's directory
+RECORD = "multirun.yaml"  # which Hydra's own sweeper (hydra/sweeper=basic) writes into the sweep's directory
 
 
 class Task:
@@ -79,10 +80,25 @@ class PointSweeper(BasicSweeper):
         """Nothing: `prl.config.sweep.compose_points` has told all problems of all points."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Beside what the launcher does, it writes the sweep's multirun.yaml."""
+        """As Hydra's, without its multirun.yaml in the sweep's directory, which may be the one of the command: commands
+        and points stand in sweep.json, and whole configurations in the points' plans.
+        """
         assert self.config is not None
-        with telling_places(Path(self.config.hydra.sweep.dir)):
-            return super().sweep(arguments)
+        assert self.launcher is not None
+        assert self.hydra_context is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        lines = parser.parse_overrides([*self._parse_config(), *arguments])
+        self.overrides = self.split_arguments(lines, self.max_batch_size)
+        sweep_dir = Path(self.config.hydra.sweep.dir)
+        results: list[Sequence[JobReturn]] = []
+        with telling_places(sweep_dir):
+            sweep_dir.mkdir(parents=True, exist_ok=True)
+            while not self.is_done():
+                batch = self.get_job_batch()
+                results.append(self.launcher.launch(batch, initial_job_idx=sum(map(len, results))))
+                for result in results[-1]:
+                    _ = result.return_value  # raises what the point raised
+        return results
 
 
 class PointLauncher(Launcher):

@@ -153,6 +153,10 @@ def refuse_impossible(points: list[Point], settings: LauncherSettings, on_slurm:
         refuse_loopback_engines(points)
         refuse_too_large(points)
         refuse_too_short(points, settings)
+        if settings.slurm.template_path or any(point.config.slurm.template_path for point in points):
+            from launch.slurm import refuse_templates  # submitit and jinja2, as above
+
+            refuse_templates(points, settings)
 
 
 def _results(
@@ -230,6 +234,9 @@ def _prepare(
     left = [point for point in points if point not in todo]
     for point in left:
         session.leave(point.path, states[point.path])
+    for point in todo:
+        if states[point.path] == "refused":
+            session.try_again(point.path)
     record_points(sweep_dir, points)
     return todo
 

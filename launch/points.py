@@ -73,4 +73,4 @@ def freeze(point: Point) -> None:
 
 
 def is_to_start(state: PointState, settings: LauncherSettings) -> bool:
-    return state in ("missing", "unfinished") or (state == "failed" and settings.retry_failed)
+    return state in ("missing", "unfinished", "refused") or (state == "failed" and settings.retry_failed)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prl.config.console import one_line
 from prl.config.hydra_setup import in_hydras_terms
 from prl.config.overrides import name_of_axis
 from prl.config.sweep import resolve_points
+from prl.runtime.directory.status_file import read_status
 
 if TYPE_CHECKING:  # the schema is pydantic's: --cfg and completion do without it
     from prl.config.schema import RunConfig
@@ -63,6 +65,11 @@ class Session:
         print(f"{path.name}: {LEFT[state]}", file=sys.stderr, flush=True)
         if state == "failed":
             self.failed[str(path)] = 1
+
+    def try_again(self, path: Path) -> None:
+        """Say that a point is started although it was refused before, and why it was."""
+        message = (read_status(path).get("failure") or {}).get("message", "")
+        print(one_line(f"{path.name}: refused before, tried again: {message}"), file=sys.stderr, flush=True)
 
 
 def point_key(overrides: Iterable[str]) -> tuple[str, ...]:

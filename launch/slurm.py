@@ -26,6 +26,7 @@ from prl.runtime.nodes.job_nodes import without_job
 from prl.runtime.process.python_path import python_command
 
 DEFAULT_TEMPLATE = Path(__file__).parent / "templates" / "default.sbatch.j2"
+OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)  # what their expressions raise
 
 
 class PointExecutor(submitit.SlurmExecutor):
@@ -107,6 +108,14 @@ def write_script(batch: Batch, sweep_dir: Path, code: FrozenCode) -> Path:
     return script
 
 
+def refuse_templates(points: list[Point], settings: LauncherSettings) -> None:
+    """Raise UserError for a template of one's own that cannot be used, before anything is written for its jobs."""
+    for batch in make_batches(points, settings, len(points) or 1):
+        if batch.shape.slurm.template_path is not None:
+            sweep_dir = batch.points[0].path.parent
+            render(batch, sweep_dir, FrozenCode(sweep_dir / "code", {}), sweep_dir / "slurm" / "1.points")
+
+
 def render(batch: Batch, sweep_dir: Path, code: FrozenCode, listing: Path) -> str:
     """The sbatch script. Raises UserError for a template that is not there or cannot be rendered."""
     path = Path(batch.shape.slurm.template_path or DEFAULT_TEMPLATE).expanduser()
@@ -115,7 +124,7 @@ def render(batch: Batch, sweep_dir: Path, code: FrozenCode, listing: Path) -> st
     try:
         text = path.read_text()
         return environment.from_string(text).render(template_variables(batch, sweep_dir, code, listing))
-    except (OSError, jinja2.TemplateError) as error:
+    except (OSError, jinja2.TemplateError, *OF_TEMPLATES) as error:
         raise UserError(
             f"The sbatch template cannot be used: {error}",
             where=f"slurm.template_path={path}",

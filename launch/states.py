@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prl.runtime.directory.files import is_held
 from prl.runtime.directory.rundir import is_locked
@@ -17,11 +17,13 @@ from prl.runtime.process.failures import MENDED_BY_PEOPLE
 
 TAKEN = ".taken"  # in the sweep's directory: a locked file for each point that a sweep on this machine has in hand
 TAKE_WAIT_S = 0.5  # for those who only look whether a point is taken
-PointState = Literal["missing", "active", "unfinished", "failed", "done"]
+PointState = Literal["missing", "active", "unfinished", "refused", "failed", "done"]
 
 
 def state_of(path: Path, queued: Iterable[Path] = ()) -> PointState:
-    """What a point needs: nothing (done; active: it runs or is queued), a first start, to go on, or a person."""
+    """What a point needs: nothing (done; active: it runs or is queued), a first start, to go on, another try (refused),
+    or a person.
+    """
     return "active" if path in queued or is_taken(path) else state_in(path)
 
 
@@ -34,8 +36,18 @@ def state_in(path: Path) -> PointState:
         return "missing"
     if status["state"] == "done":
         return "done"
-    kind = (status.get("failure") or {}).get("class")
-    return "failed" if status["state"] == "failed" and kind in MENDED_BY_PEOPLE else "unfinished"
+    kind = (status["failure"] or {}).get("class")
+    if status["state"] != "failed" or kind not in MENDED_BY_PEOPLE:
+        return "unfinished"
+    return "refused" if is_refusal(status) else "failed"
+
+
+def is_refusal(status: dict[str, Any]) -> bool:
+    """Whether it ended by an error of the user's before anything was trained. Engines that do not answer, a checkpoint
+    that is missing, GPUs too few: what was in the way may be gone by the next command, and nothing is lost by a look.
+    """
+    kind = (status["failure"] or {}).get("class")
+    return status["state"] == "failed" and kind == "config" and not (status["began"] and status["step"])
 
 
 # --- points in the hands of a sweep on this machine -------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from prl.config.console import shield_console
+from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
 from prl.runtime.directory.identity import signal_process
 from prl.runtime.directory.rundir import is_locked
@@ -30,9 +30,9 @@ def main() -> None:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
     runs, others = stop_runs(directory, set(jobs))
-    print(f"cancelled: {', '.join([*jobs, *runs]) or 'nothing was running or waiting'}")
+    print(one_line(f"cancelled: {', '.join([*jobs, *runs]) or 'nothing was running or waiting'}"))
     for other in others:
-        print(other, file=sys.stderr)
+        print(one_line(other), file=sys.stderr)
     sys.exit(1 if others else 0)
 
 

@@ -6,6 +6,7 @@ job returned. A multirun is validated as a whole first; then its points run, and
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
@@ -44,12 +45,14 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
         starts_nothing: the job only looks at its config, so a multirun needs no directory either.
     """
     shield_console()
-    args = get_args_parser().parse_args()
+    args = parse_command_line()
     name = args.config_name or config_name
     show_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         if not starts_nothing:
             refuse_torchrun(f"prl.{config_name}")
+        if args.config_path is not None:
+            raise _no_other_conf(args.config_path)
         use_directories(args.config_dir, parse(args.overrides))
         session = Session(job, name, starts_nothing)
         code = _run(session, args.overrides, args.multirun, args.shell_completion)
@@ -72,6 +75,27 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
         sys.exit(130)
     print(shown.render(), file=sys.stderr)
     sys.exit(2)
+
+
+def parse_command_line() -> argparse.Namespace:
+    """What Hydra's parser makes of it, with options among the overrides, too; Hydra, which reads it again, wants them
+    in one piece, so sys.argv has them behind the overrides from here on.
+    """
+    args = get_args_parser().parse_intermixed_args()
+    options = sys.argv[1:]
+    for override in args.overrides:
+        options.remove(override)
+    sys.argv = [sys.argv[0], *args.overrides, *options]
+    return args
+
+
+def _no_other_conf(path: str) -> UserError:
+    return UserError(
+        "prl's own configurations cannot be replaced.",
+        where=f"--config-path={path}",
+        why="they lie in its conf/; directories of your own are searched after it",
+        fix=f"--config-dir {path}",
+    )
 
 
 def _run(session: Session, overrides: list[str], multirun: bool, completing: bool) -> int:

@@ -60,11 +60,12 @@ def freeze(config: RunConfig) -> int:
 
 def manifest_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
     from prl.planning.manifests import Site, emit
+    from prl.runtime.directory.own_modules import find_own_modules
 
     site = Site(**{field.name: getattr(arguments, field.name) for field in fields(Site)})
 
     def show_manifest(config: RunConfig) -> int:
-        print("---\n" + emit(config, arguments.emit, site), end="")
+        print("---\n" + emit(config, arguments.emit, site, find_own_modules(config)), end="")
         return 0
 
     return show_manifest

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prl.config.console import console_error, leave_told, shield_console
+from prl.config.console import console_error, leave_told, one_line, shield_console
 from prl.config.errors import UserError
 from prl.runtime.agent import read_attempts
 from prl.runtime.directory.files import find_directories, open_regular, parse_object
@@ -73,7 +73,7 @@ def render(directory: Path) -> tuple[str, bool]:
     rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    lines = [render_table(sorted(rows)), summarise_failures(directory), damage]
+    lines = [render_table(sorted(rows)), one_line(summarise_failures(directory)), damage]
     return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
 
 
@@ -127,9 +127,13 @@ def true_state(run_dir: Path, status: dict[str, Any]) -> str:
 
 def render_run(run_dir: Path, state: str) -> str:
     """One run in full."""
+    return "\n".join(map(one_line, _lines_of_run(run_dir, state)))
+
+
+def _lines_of_run(run_dir: Path, state: str) -> list[str]:
     status = read_status(run_dir)
     if not status:
-        return f"{run_dir}: {state}; {status_path(run_dir)} holds no status"
+        return [f"{run_dir}: {state}; {status_path(run_dir)} holds no status"]
     lines = [
         f"{run_dir}: {state}, step {status['step']}/{status['max_steps']}",
         f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)} ago",
@@ -138,18 +142,24 @@ def render_run(run_dir: Path, state: str) -> str:
         lines += [f"serves at {url}" for url in status["urls"]]
     for name, role in status["roles"].items():
         exit_code = "" if role["exit"] is None else f" with exit code {role['exit']}"
-        lines.append(f"  {name:<20} {role['state']}{exit_code} (process {role['pid']})")
+        lines.append(f"  {name:<20} {role_state(role, state)}{exit_code} (process {role['pid']})")
+    lines += [f"engine {url} is left out: {why}" for url, why in status["lost_engines"].items()]
     lines += [f"alarm {alarm['kind']} since step {alarm['since']}: {alarm['message']}" for alarm in status["alarms"]]
     failure = status["failure"]
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")
         lines += [f"  | {line}" for line in failure["log_tail"]]
-    return "\n".join(lines)
+    return lines
+
+
+def role_state(role: dict[str, Any], state: str) -> str:
+    """Of a role of a run in this state: no process outlives its run, whatever was the last that was written of it."""
+    return "ended" if state in IDLE and role["state"] in ("starting", "ready") else str(role["state"])
 
 
 def render_table(rows: list[tuple[str, ...]]) -> str:
     """One row per run."""
-    rows = [HEADER, *rows]
+    rows = [HEADER, *(tuple(map(one_line, row)) for row in rows)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -160,8 +170,10 @@ def _row(directory: Path, run: Path) -> tuple[str, ...]:
         return (name, UNREADABLE, *[""] * (len(HEADER) - 3), f"{status_path(run)} holds no status")
     failure = status["failure"]
     why = f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else ""
-    alarms = ", ".join(alarm["kind"] for alarm in status["alarms"])
-    why = (why or (f"alarms: {alarms}" if alarms else ""))[:WHY_WIDTH]
+    alarms, lost = ", ".join(alarm["kind"] for alarm in status["alarms"]), ", ".join(status["lost_engines"])
+    more = [f"alarms: {alarms}"] * bool(alarms) + [f"engines left out: {lost}"] * bool(lost)
+    why = why or "; ".join(more)
+    why = why if len(why) <= WHY_WIDTH else f"{why[: WHY_WIDTH - 1]}…"  # the run's own view has all of it
     step = f"{status['step']}/{status['max_steps']}"
     state = true_state(run, status)
     last = last_rows(run)

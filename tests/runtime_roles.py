@@ -57,6 +57,9 @@ def work(ctx: ChildContext) -> None:
     ctx.ready()
     saves = ctx.role.name == ("trainer/0" if ctx.plan.config.job == "sft" else "orchestrator")
     step = ctx.resume_step
+    while acts.get("once_running") and read_status(ctx.run_dir).get("state") != "running":
+        ctx.beat()
+        time.sleep(0.02)
     while step < ctx.plan.config.max_steps:
         stop = ctx.run_dir / "stop"  # stands for the orchestrator's word to the trainers
         if ctx.stop_requested and saves:

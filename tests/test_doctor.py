@@ -28,6 +28,7 @@ from prl.doctor.probe_disk import file_system
 from prl.doctor.report import can_run, render
 from prl.doctor.slurm import PROGRAMS, SlurmFacts, SlurmNode, count_gpus, read_nodes
 from prl.doctor.versions import Conflict, Installed, Wish, conflicts
+from prl.doctor.weights import parameters
 
 GPU = {"name": "NVIDIA H200", "memory_gib": 139.8, "capability": [9, 0], "error": "", "peers": 1}
 CPU_TORCH = {"version": "2.13.0+cpu", "cuda": None, "gpus": [], "driver": {"cuda": None, "gpus": 0}}
@@ -185,6 +186,40 @@ def test_a_job_on_a_machine(case: str) -> None:
     if state in ("absent", "broken") and finding.prevents:
         assert finding.remedy, "what prevents a job has a remedy"
     assert can_run(found) == (not prevented)
+
+
+def checkpoint(tmp_path: Path, name: str) -> Finding:
+    return named(findings(LAPTOP, f"model.path={name}", "warm_start=none"), "checkpoint")
+
+
+def test_weights_that_are_absent_prevent_a_job_and_a_command_brings_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = checkpoint(tmp_path, "owner/name")
+    assert (found.state, found.prevents) == ("absent", True)
+    assert "hf download owner/name" in found.remedy
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "https://no.such.host.invalid")
+    assert "does not answer" in checkpoint(tmp_path, "owner/name").found
+    snapshot = tmp_path / "hub/models--owner--name/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    assert checkpoint(tmp_path, "owner/name").prevents  # its weights are not there yet
+    (snapshot / "model.safetensors").touch()
+    assert checkpoint(tmp_path, "owner/name").state == "ok"
+    assert checkpoint(tmp_path, str(snapshot)).state == "ok"
+    gone = checkpoint(tmp_path, f"{tmp_path}/gone")
+    assert (gone.prevents, "there is no directory" in gone.found) == (True, True)
+
+
+def test_memory_for_the_weights() -> None:
+    small, large = (named(findings(replace(LAPTOP, memory_gib=gib)), "host memory") for gib in (8.0, 1e-4))
+    assert (small.state, small.prevents) == ("ok", False)
+    assert (large.state, large.prevents) == ("absent", True)
+    assert 2.9e10 < parameters(compose(["model=qwen3_30b_a3b"]).model.card) < 3.1e10
 
 
 def test_slurm_that_is_asked_for_and_absent_prevents_a_submission() -> None:

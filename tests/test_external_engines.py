@@ -1,5 +1,6 @@
 """inference.urls: runs on engines that somebody else has started, as a user starts both."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -10,6 +11,7 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import UNEVALUATED, environment, finish, rows, run, start, wait_for, wait_for_step
@@ -17,11 +19,14 @@ from runs import UNEVALUATED, environment, finish, rows, run, start, wait_for, w
 from launch.shapes import refuse_loopback_engines
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
+from prl.metrics.writer import MetricsWriter
+from prl.orchestrator.external import ExternalEngines
 from prl.planning import make_plan
 from prl.planning.render import render_plan
 from prl.runtime import external
 from prl.runtime.directory.status_file import read_status
 from prl.runtime.external import LEASE, check_engines
+from prl.runtime.people.view import RunView
 
 VARIABLE, KEY = "PRL_TEST_CONTROL", "0123456789abcdef"
 ELSEWHERE = ["inference.urls=[http://10.1.2.3:8000]", f"inference.control_key_var={VARIABLE}"]
@@ -65,6 +70,9 @@ def answering(routes: dict[str, tuple[int, object]]):
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        def do_POST(self) -> None:
+            self.do_GET()
 
         def log_message(self, *args: object) -> None:
             pass
@@ -122,6 +130,31 @@ def test_who_cannot_serve_a_run_is_refused_by_name(routes, what, remedy) -> None
         ask(url)
     assert url in refused.value.what
     assert remedy in refused.value.fix
+
+
+def test_the_loss_of_an_engine_is_told_to_the_root(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
+
+    async def lose(url: str) -> None:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            silent = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+            plan = make_plan(compose([f"inference.urls=[{url},{silent}]", ELSEWHERE[1]]))
+            metrics = MetricsWriter(tmp_path, "orchestrator")
+            ctx = SimpleNamespace(
+                **{"plan": plan, "run_id": "mine", "run_dir": tmp_path, "metrics": metrics},
+                endpoints={"rendezvous": "127.0.0.1:1"},
+            )
+            engines = ExternalEngines(ctx)  # type: ignore[arg-type]
+            view = RunView(plan, tmp_path)
+            await engines.take()
+            engines._lose(0, "no answer")
+            view.poll()
+            await engines.pool.close()
+        assert view.lost_engines == {silent: "no answer yet", url: "no answer"}
+
+    with answering({LEASE: (200, facts() | {"grant": "g"})}) as url:
+        asyncio.run(lose(url))
 
 
 def test_nobody_at_all_is_told_with_the_urls() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from launch.code_copy import FrozenCode
 from launch.hydra_plugin import PointLauncher
-from launch.launching import SUBMIT_LOCK
+from launch.launching import SUBMIT_LOCK, refuse_impossible
 from launch.local import share_cores, start_agent
 from launch.points import is_to_start, make_points
 from launch.settings import LauncherSettings
@@ -237,7 +237,11 @@ def test_a_time_limit_of_zero_is_none_and_reaches_sbatch(tmp_path, time):
         ({"state": "stopped"}, "unfinished"),
         ({"state": "running"}, "unfinished"),  # and nobody holds the lock
         *(({"state": "failed", "failure": {"class": kind}}, "unfinished") for kind in ("node", "hang", "collective")),
-        *(({"state": "failed", "failure": {"class": kind}}, "failed") for kind in FINAL),
+        *(({"state": "failed", "failure": {"class": kind}, "began": True, "step": 3}, "failed") for kind in FINAL),
+        *(({"state": "failed", "failure": {"class": kind}}, "failed") for kind in FINAL if kind != "config"),
+        # before anything was trained, of a first attempt and of one that was to go on
+        ({"state": "failed", "failure": {"class": "config"}, "began": True}, "refused"),
+        ({"state": "failed", "failure": {"class": "config"}, "step": 3}, "refused"),
         ({"state": "failed"}, "unfinished"),  # killed before it could say why
     ],
 )
@@ -246,8 +250,8 @@ def test_states_of_a_point(tmp_path, status, state):
         (tmp_path / "status.json").write_text(json.dumps(status))
     assert state_of(tmp_path) == state
     assert state_of(tmp_path, {tmp_path}) == "active"
-    assert is_to_start(state, LauncherSettings()) == (state in ("missing", "unfinished"))
-    assert is_to_start(state, LauncherSettings(retry_failed=True)) == (state in ("missing", "unfinished", "failed"))
+    assert is_to_start(state, LauncherSettings()) == (state in ("missing", "unfinished", "refused"))
+    assert is_to_start(state, LauncherSettings(retry_failed=True)) == (state not in ("active", "done"))
 
 
 def test_retries_are_counted_from_the_last_progress(tmp_path, monkeypatch):
@@ -333,6 +337,18 @@ def test_a_warning_too_early_is_refused_before_anything_is_written(tmp_path):
     assert done.returncode == 2
     assert "slurm.time=1 is 60 s" in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("text", ["{{ job_nam }}", "{% if %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", b"\xff", None])
+def test_a_template_that_cannot_be_used_is_refused_before_anything_is_written(tmp_path, text):
+    template = tmp_path / "mine.j2"
+    if text is not None:
+        template.write_bytes(text.encode() if isinstance(text, str) else text)
+    points = points_of(tmp_path, "seed=1", f"slurm.template_path={template}")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="template cannot be used"):
+        refuse_impossible(points, LauncherSettings(), on_slurm=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_refused_sweep_leaves_no_lock(tmp_path):

@@ -88,6 +88,45 @@ def test_what_a_manifest_lacks_is_asked_for(kind: str, site: Site, overrides: tu
     assert words in raised.value.render()
 
 
+@pytest.mark.parametrize(
+    ("kind", "site", "words"),
+    [
+        *(("k8s", Site(image="i", volume=name), "--volume=CLAIM") for name in ("Shared", "a_b", "-a", "a.", "x" * 254)),
+        *(("k8s", Site(image=name, volume="v"), "--image=REGISTRY/IMAGE:TAG")
+          for name in ("https://r/i", "R/I/Upper", "a b", "i:", "i:-x", "i@sha256:12", "a//b")),
+        ("skypilot", Site(image="Up Per", mount="/mnt", accelerator="H100"), "--image=REGISTRY/IMAGE:TAG"),
+    ],
+)  # fmt: skip
+def test_names_that_a_cluster_would_refuse_are_refused(kind: str, site: Site, words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        documents(kind, site)
+    assert words in raised.value.render()
+
+
+@pytest.mark.parametrize("image", ["i", "r.io:5000/a/b-c__d.e:v1_2", "Host.example/a", f"a@sha256:{'0' * 64}"])
+def test_names_that_a_cluster_takes_pass(image: str) -> None:
+    assert documents("k8s", Site(image=image, volume="a-1.b"))
+
+
+def test_a_manifest_names_what_its_pods_need() -> None:
+    overrides = (
+        *("inference.urls=[http://10.1.2.3:8000]", "inference.control_key_var=MY_KEY", "model.path=/data/weights"),
+        *("warm_start=none", "logging.wandb.mode=online"),
+    )
+    text = emit(compose_once("rl", overrides), "k8s", K8S, ["my_envs"])
+    notes = [line for line in text.splitlines() if line.startswith("#")]
+    assert "MY_KEY (inference.control_key_var), WANDB_API_KEY" in notes[0]
+    assert "create secret generic prl --from-literal=MY_KEY=... --from-literal=WANDB_API_KEY=..." in notes[1]
+    assert notes[2] == "# modules of your own, installed in the image: my_envs"
+    assert notes[3].startswith("# model.path=/data/weights must be there in every pod")
+    pod = list(yaml.safe_load_all(text))[-1]["spec"]["template"]["spec"]
+    asked = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in pod["containers"][0]["env"]}
+    assert asked["MY_KEY"] == {"name": "prl", "key": "MY_KEY", "optional": False}
+    assert "--env MY_KEY --env WANDB_API_KEY" in emit(compose_once("rl", overrides), "skypilot", SKY)
+    plain = compose_once("rl", ("logging.wandb.mode=disabled",))
+    assert "#" not in emit(plain, "k8s", K8S).partition("apiVersion")[0]
+
+
 @pytest.mark.parametrize("text", ["A_b.c", "3b", "-", "x" * 80, "Überlauf/2", "a--b-"])
 def test_names_are_labels_of_dns(text: str) -> None:
     assert LABEL.fullmatch(dns_label(text))

@@ -28,7 +28,7 @@ def test_all_of_a_run_is_in_one_wandb_run_also_after_a_resume(tmp_path: Path) ->
         (root.run_dir / "stop").unlink()
     finally:
         root.end()
-    again = Root(tmp_path / "run", *overrides, script=SCRIPT)
+    again = Root(tmp_path / "run", *overrides, script={name: {"step_s": 0.4} for name in SCRIPT})  # as above
     try:
         code, output = again.wait()
         assert code == 0, output

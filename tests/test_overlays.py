@@ -86,7 +86,7 @@ def test_an_overlay_composes_with_overrides_groups_and_axes(used):
     [
         ("+overlay=mien", "+overlay=mine"),
         ("overlay=mine", "+overlay=mine"),
-        ("+overlai=mine", ""),
+        ("+overlai=mine", "+overlay=mine"),
         ("model=our", "model=ours"),
         ("+overlay=5", "+overlay=mine"),
     ],
@@ -95,10 +95,7 @@ def test_a_wrong_choice_names_the_right_one(used, override, fix):
     with pytest.raises(ConfigError) as refused:
         compose([override])
     (violation,) = refused.value.violations
-    if fix:
-        assert violation.fix == fix
-    else:
-        assert "no key 'overlai'" in violation.what
+    assert violation.fix == fix
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path):
@@ -123,6 +120,7 @@ def test_commands_see_the_same_files(configs, tmp_path):
     assert ready.returncode == 0, ready.stderr
     assert "UserWarning" not in ready.stderr
     assert len(list(tmp_path.glob("outputs/sweeps/two/*/plan.json"))) == 2
+    assert not list(tmp_path.rglob("multirun.yaml")), "Hydra's record of a sweep, which nothing reads"
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from prl.metrics.writer import MetricsWriter
 from prl.planning.planner import make_plan
 from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.directory.rundir import claim
+from prl.runtime.people.report import print_report
 from prl.runtime.people.view import RunView, clock
 from prl.runtime.process import environment
 from prl.runtime.process import restarts as restarts_module
@@ -270,6 +271,43 @@ def test_a_step_counts_once_it_is_trained(tmp_path: Path) -> None:
     trainer.log(step=2, loss=2.0)
     assert view.poll()
     assert (view.step, view.numbers["reward"]) == (2, 0.2)
+
+
+def test_tokens_per_second_are_those_of_the_trainer(tmp_path: Path) -> None:
+    """Of two batches that come in one breath, the orchestrator's rates are 0 and beyond all measure."""
+    orchestrator, trainer = MetricsWriter(tmp_path, "orchestrator"), MetricsWriter(tmp_path, "trainer/0")
+    view = RunView(plan_of("max_steps=10"), tmp_path)
+    for step, rate in ((1, 0.0), (2, 135_700.0)):
+        orchestrator.log(step=step, reward=0.1, tokens_per_s=rate)
+        trainer.log(step=step, tokens_per_s=500.0 + step)
+    view.poll()
+    assert ("tokens/s", "502") in view.cells()
+
+
+def test_the_final_table_has_the_trainers_tokens_per_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    orchestrator, trainer = MetricsWriter(tmp_path, "orchestrator"), MetricsWriter(tmp_path, "trainer/0")
+    for step, rate in ((1, 0.0), (2, 135_700.0)):
+        orchestrator.log(step=step, reward=0.1, tokens_per_s=rate)
+        trainer.log(step=step, tokens_per_s=500.0 + step)
+    print_report(plan_of("max_steps=2"), tmp_path)
+    shown = capsys.readouterr().out
+    assert "501" in shown
+    assert "502" in shown
+    assert "135700" not in shown
+
+
+def test_engines_that_are_left_out_are_told_once_and_until_they_serve_again(tmp_path: Path) -> None:
+    orchestrator, plan = MetricsWriter(tmp_path, "orchestrator"), plan_of("max_steps=10")
+    orchestrator.log(step=0, engine="http://a", engine_lost="of an earlier attempt")
+    view = RunView(plan, tmp_path)
+    orchestrator.log(step=3, engine="http://b", engine_lost="no answer")
+    orchestrator.log(step=3, engine="http://b", engine_lost="no answer")
+    view.poll()
+    assert (view.take_told(), view.lost_engines) == (["http://b is left out: no answer"], {"http://b": "no answer"})
+    assert ("engines left out", "1") in view.cells()
+    orchestrator.log(step=5, engine="http://b", engine_lost="")
+    view.poll()
+    assert (view.take_told(), view.lost_engines) == (["http://b serves again"], {})
 
 
 def test_the_time_left_follows_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

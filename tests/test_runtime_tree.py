@@ -315,8 +315,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_fills_up_costs_only_the_newest_checkpoint(start: Start, small_disk: Path) -> None:
-    full = {"orchestrator": {"step_s": 0.1, "fill_disk": True, "at": 4}}
-    root = start(MANY, script=full | {"trainer/0": {"step_s": 60}})  # else its metrics may find the disk full first
+    full = {"orchestrator": {"step_s": 0.1, "fill_disk": True, "at": 4, "once_running": True}}
+    # else those that start, or the trainer's metrics, may find the disk full first
+    root = start(MANY, script=full | {"trainer/0": {"step_s": 60}})
     code, output = root.wait()
     assert code == 2, output
     assert (

@@ -25,7 +25,7 @@ from prl.status import find_runs as status_runs
 from prl.status import render
 from prl.watch import series
 from prl.watch.__main__ import listen, open_store
-from prl.watch.server import VIEWS, serve
+from prl.watch.server import MOST_ROWS, VIEWS, serve
 from prl.watch.store import Store
 from prl.watch.timeline import timeline
 
@@ -199,7 +199,9 @@ def test_a_run_s_curves_and_the_timeline_of_a_step(sweep: Path) -> None:
 
 
 def test_a_timeline_of_nothing() -> None:
-    assert timeline({}, 3)["step"] is None
+    assert timeline({}, None)["step"] is None
+    with pytest.raises(LookupError, match="none yet"):
+        timeline({}, 3)
 
 
 def test_rollouts_are_sorted_filtered_and_paged(sweep: Path) -> None:
@@ -223,12 +225,38 @@ def test_rollouts_are_sorted_filtered_and_paged(sweep: Path) -> None:
         ("rollout", {"run": "sweeps/s/failed", "id": "../../etc/passwd:0"}, 404),
         ("run", {}, 404),
         ("steps", {"run": "sweeps/s/failed", "step": "x"}, 400),
+        ("steps", {"run": "sweeps/s/failed", "step": "99999"}, 404),
+        ("rollouts", {"run": "sweeps/s/failed", "count": "x"}, 400),
     ],
 )
 def test_plain_refusals(sweep: Path, name: str, query: dict[str, str], status: int) -> None:
     found, body = view(sweep, name, **query)
     assert found == status
     assert "Traceback" not in body["error"]
+
+
+def test_a_page_of_rollouts_has_an_end_whatever_is_asked_for(tmp_path: Path) -> None:
+    make_run(tmp_path / "s/run", {"seed": "1"}, rollouts=MOST_ROWS + 9)
+    for count in (0, 3, MOST_ROWS + 1, 10**10):
+        _, found = view(tmp_path, "rollouts", run="s/run", count=count)
+        assert len(found["entries"]) == min(count, MOST_ROWS)
+    assert found["total"] > MOST_ROWS
+
+
+def test_numbers_that_are_none_are_null_and_take_no_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"}, rollouts=1)
+    with (run / "metrics/trainer.0.jsonl").open("a") as file:
+        file.write('{"step": 7, "time": [], "step_s": 2}\n{"step": 8, "time": 1, "step_s": {}}\n')
+        file.write('{"step": 9, "time": 1790000018, "step_s": 2, "optim_s": "x", "save_s": NaN, "tokens_per_s": NaN}\n')
+    with (run / "metrics/orchestrator.jsonl").open("a") as file:
+        file.write('{"step": 9, "time": 1790000017, "eval_s": [], "generating_spans": [1, [2], ["a", 3], {}]}\n')
+        file.write('{"step": 9, "time": 1790000017, "wait_for_rollouts_s": "x", "generating_spans": 7}\n')
+    with (run / "rollouts/rollouts-000001.jsonl").open("a") as file:
+        file.write('{"step": 9, "split": "train", "reward": NaN, "samples": [], "env": "e"}\n')
+    _, found = view(tmp_path, "steps", run="s/run")
+    assert (found["step"], found["steps"], found["rows"]) == (9, [1, 9], [])
+    assert view(tmp_path, "rollouts", run="s/run", step=9)[1]["entries"][0]["reward"] is None
+    assert view(tmp_path, "overview")[0] == view(tmp_path, "run", run="s/run")[0] == 200
 
 
 def test_two_points_on_the_same_held_out_task(sweep: Path) -> None:
@@ -280,6 +308,14 @@ def test_a_wrong_directory_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_port_that_is_taken_is_said() -> None:
     with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot be listened at"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "192.0.2.1", "no.such.name.invalid", "::zz", "", "x" * 300])
+def test_a_host_that_is_none_is_told_with_a_remedy_that_works(host: str) -> None:
+    with pytest.raises(UserError) as told:
+        listen(host, 0)
+    assert "--host=0.0.0.0" in told.value.fix
+    listen("0.0.0.0", 0).close()
 
 
 def test_the_command_prints_a_link_that_opens(sweep: Path) -> None:

@@ -15,7 +15,7 @@ from prl.compare.phases import ABOUT_PHASES, phase_table
 from prl.compare.ranking import compare
 from prl.compare.table import fill_note, render_csv, render_json, render_text
 from prl.compare.targets import labels, read_targets
-from prl.config.console import leave_told, shield_console
+from prl.config.console import leave_told, one_line, shield_console
 from prl.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         written = _write_files(comparison, arguments, png)
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}", fix="name another place") from error
-    print("\n" + "\n".join(f"written {path}" for path in written) if written else "")
+    print("\n" + "\n".join(f"written {one_line(path)}" for path in written) if written else "")
 
 
 def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Path | None) -> list[Path]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prl.compare.points import Point
+from prl.config.console import one_line
 from prl.config.point import NOT_IDENTITY
 
 ABSENT = "-"
@@ -32,7 +33,7 @@ def value_of(point: Point, key: str) -> str:
         return point.swept[key]
     choice = point.config.get("choices", {}).get(SECOND_NAMES.get(key, key))
     if choice is not None:
-        return str(choice)
+        return one_line(choice)
     node: Any = point.config
     for part in key.lstrip("+").split("."):
         node = node.get(part) if isinstance(node, dict) else None
@@ -53,8 +54,8 @@ def _differing(points: list[Point]) -> list[str]:
 
 def _candidates(points: list[Point]) -> Iterator[tuple[str, Callable[[Point], str]]]:
     """Seed first, which no choice stands for; choices before keys: `memory` says more than a chunk size."""
-    choices = sorted({group for point in points for group in point.config.get("choices", {})})
-    keys = sorted({key for point in points for key in _flat(point.config)})
+    choices = sorted({group for point in points for group in point.config.get("choices", {}) if group.isprintable()})
+    keys = sorted({key for point in points for key in _flat(point.config) if key.isprintable()})
     for key in (SEED, *choices, *keys):
         if key == SEED or key in choices or key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES):
             yield key, lambda point, key=key: value_of(point, key)  # type: ignore[misc]
@@ -71,4 +72,4 @@ def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return "[" + ",".join(map(_plain, value)) + "]" if isinstance(value, list) else str(value)
+    return "[" + ",".join(map(_plain, value)) + "]" if isinstance(value, list) else one_line(value)

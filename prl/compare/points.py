@@ -9,13 +9,20 @@ from typing import Any
 
 from prl.compare.curves import ROLES, Curves, make_curves
 from prl.compare.hours import PaidHours, read_paid_hours
+from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import find_directories, read_object
 from prl.runtime.directory.rundir import ENV, is_locked
+from prl.runtime.directory.shapes import is_number, shaped, texts
 from prl.runtime.directory.status_file import FINAL_STATES, read_status
 
 SWEEP_FILE = "sweep.json"
+OF_PLAN: dict[str, Any] = {
+    "point_id": "",
+    "config": {"job": "", "choices": {}, "swept": {}},
+    "roles": [{"node": 0, "devices": [0]}],
+}
 LOST_AFTER_S = 120.0  # a live run rewrites its status every second; a lock held on another machine may be invisible
 
 
@@ -85,21 +92,22 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
         listed: its entry in sweep.json.
     """
     listed = listed or {}
-    plan = _read_json(path / "plan.json")
-    config = plan.get("config", {})
+    found = _read_json(path / "plan.json")
+    plan = shaped(found, OF_PLAN)
+    config, roles = plan["config"] if "config" in found else {}, plan["roles"]
+    swept = texts(config.get("swept")) or texts(listed.get("swept"))
     status = read_status(path)
-    roles = plan.get("roles", [])
     failure = status.get("failure") or {}
     point = Point(
-        name=name,
-        state=_state(path, bool(plan), status),
-        why=f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else "",
-        point_id=plan.get("point_id") or listed.get("point_id", ""),
+        name=one_line(name),
+        state=_state(path, bool(found), status),
+        why=one_line(f"{failure['class']}: {failure['role']}: {failure['message']}") if failure else "",
+        point_id=one_line(plan["point_id"] or listed.get("point_id", "")),
         job=config.get("job", ""),
         step=status.get("step", 0),
-        max_steps=config.get("max_steps"),
+        max_steps=steps if is_number(steps := config.get("max_steps")) else None,
         devices=len({(role["node"], device) for role in roles for device in role["devices"]}) or None,
-        swept=config.get("swept") or listed.get("swept", {}),
+        swept={one_line(key): one_line(value) for key, value in swept.items()},
         config=config,
         run_id=str(_read_json(path / ENV).get("run_id", "")),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from prl.compare import wandb_source
 from prl.compare.points import Point, read_directory
 from prl.compare.wandb_file import find_files, read_files
+from prl.config.console import one_line
 from prl.config.errors import UserError
 
 TARGET = "target"  # the column of --by-target
@@ -30,7 +31,7 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
         new = [point for point in found if not point.run_id or point.run_id not in known]
         known |= {point.run_id for point in new if point.run_id}
         if len(new) < len(found):
-            notes.append(f"{target}: {len(found) - len(new)} of its runs are among those named before it")
+            notes.append(f"{one_line(target)}: {len(found) - len(new)} of its runs are among those named before it")
         for point in new:
             if len(targets) > 1:
                 point.name = f"{label}/{point.name}"
@@ -43,7 +44,7 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
 def labels(targets: Sequence[str]) -> list[str]:
     """A short name for each, the whole where short ones are the same."""
     short = [Path(target).expanduser().absolute().name for target in targets]
-    return short if len(set(short)) == len(short) else list(targets)
+    return list(map(one_line, short if len(set(short)) == len(short) else targets))
 
 
 def _read(target: str) -> list[Point]:

@@ -9,11 +9,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from prl.config.keys import field_of
-from prl.config.locate import conf_dir, file_of_choice
+from prl.config.locate import SITE_GROUP, conf_dir, file_of_choice
 from prl.config.schema import RunConfig
 
 MISSING = object()
-SITE = Path("local/default.yaml")  # in conf/: a site's own settings, composed last
+SITE = Path(SITE_GROUP, "default.yaml")  # in conf/, composed last
 
 
 def said_by_user(config: RunConfig, key: str) -> bool:

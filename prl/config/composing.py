@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,8 +22,21 @@ from omegaconf.errors import OmegaConfBaseException
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import in_hydras_terms, register, unreadable_sweep
 from prl.config.launcher_keys import NODE, unknown_launcher_keys
-from prl.config.locate import added_groups, conf_dir, config_groups
-from prl.config.overrides import SWEEP_GROUP, choices_of, contradictions, diagnose, parse, unknown_choice
+from prl.config.locate import SITE_GROUP, added_groups, conf_dir, config_groups, searched
+from prl.config.overrides import (
+    JOBS,
+    SWEEP_GROUP,
+    absent_groups,
+    all_keys,
+    choices_of,
+    contradictions,
+    diagnose,
+    nearest,
+    parse,
+    unknown_choice,
+)
+from prl.config.own_files import wrong_files
+from prl.config.refused_lines import refused_line
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE, unreadable
 
@@ -31,7 +45,6 @@ if TYPE_CHECKING:
 
 VERSION_BASE = "1.3"
 NOT_OURS = {"basic"}  # launchers that call Python functions
-JOBS = ("rl", "sft", "inference", "bench", "eval")
 
 
 def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:
@@ -51,9 +64,32 @@ def refuse_contradictions(overrides: list[str], config_name: str) -> None:
     unreadable_file = unreadable_sweep(overrides)
     if unreadable_file is not None:
         raise unreadable_file
+    refuse_unknown_job(config_name)
+    of_files = wrong_files(overrides, lambda: _groups_of(config_name)) + absent_groups(overrides)
+    if of_files:
+        raise ConfigError(of_files + contradictions(overrides))
     found = contradictions(overrides)
     if found:
         raise ConfigError(problems(overrides, config_name) or found)
+
+
+def refuse_unknown_job(config_name: str) -> None:
+    """Raise UserError for a --config-name that no directory has."""
+    if not any((root / f"{config_name}.yaml").is_file() for root in (conf_dir(), *directories())):
+        raise UserError(
+            f"There is no job {config_name!r}.",
+            where=f"--config-name={config_name}",
+            why=f"jobs are {', '.join(JOBS)}; {config_name}.yaml was sought in {searched()}",
+            fix=f"--config-name={nearest(config_name, JOBS) or 'rl'}",
+        )
+
+
+@functools.cache
+def _groups_of(config_name: str) -> frozenset[str]:
+    """In the defaults list of a job, those of Hydra among them."""
+    with _hydra():
+        chosen = hydra_compose(config_name, return_hydra_config=True).hydra.runtime.choices
+    return frozenset(map(str, chosen)) - {SITE_GROUP}
 
 
 @contextmanager
@@ -135,7 +171,9 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         from prl.config.resolving import unresolved
 
         found = [unresolved(error)]
-    if not found and (other := _of_another_job(str(error), config_name)) is not None:
+    if not found and (refused := refused_line(str(error), overrides, _groups_of(config_name))) is not None:
+        found = [refused]
+    if not found and (other := _of_another_job(str(error), overrides, config_name)) is not None:
         found = [other]
     if not found and (of_hydra := _of_hydras_group(str(error))) is not None:
         found = [of_hydra]
@@ -147,25 +185,22 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         remedy = next((line.partition(_HYDRAS_REMEDY)[2] for line in lines if line.startswith(_HYDRAS_REMEDY)), "")
         why = " ".join(line for line in lines[1:4] if not line.startswith(_HYDRAS_REMEDY))
-        fix = shlex.quote(remedy) if remedy else ""
+        fix = shlex.quote(remedy) if remedy else f"leave it out; {all_keys(config_name)} shows what there is"
         found = [UserError(lines[0] if lines else repr(cause), where=f"conf/{config_name}.yaml", why=why, fix=fix)]
     return ConfigError(found)
 
 
-def _of_another_job(message: str, config_name: str) -> UserError | None:
+def _of_another_job(message: str, overrides: list[str], config_name: str) -> UserError | None:
     """Of an experiment or overlay that chooses in groups which this job has not."""
     met = re.match(r"In '([\w/-]+)': Could not override '([\w/]+)'", message)
     if met is None:
         return None
-    with _hydra():
-        groups = {
-            name: {str(group) for group in hydra_compose(name, return_hydra_config=True).hydra.runtime.choices}
-            for name in JOBS
-        }
-    fitting = [name for name in JOBS if met[2] in groups[name] and name != config_name]
+    fitting = [name for name in JOBS if met[2] in _groups_of(name) and name != config_name]
+    group, _, file = met[1].rpartition("/")
+    chosen = next((c for o in parse(overrides) if o.key_or_group == group for c in choices_of(o)), file)
     return UserError(
-        f"{met[1]} is not for this job.",
-        where=f"+{met[1].replace('/', '=')}, conf/{config_name}.yaml",
+        f"{group}/{chosen} is not for this job.",
+        where=f"+{group}={chosen}, conf/{config_name}.yaml",
         why=f"it chooses in the group {met[2]}, which {config_name} has not",
         fix=" or ".join(f"python -m prl.{name}" for name in fitting) or f"leave `override /{met[2]}` out of it",
     )
@@ -182,11 +217,11 @@ def problems(overrides: list[str], config_name: str) -> list[UserError]:
         with open_dict(base):
             del base["hydra"]
         keys = set(_dotted(base))
-        found = diagnose(overrides, keys, groups)
+        found = diagnose(overrides, keys, groups, config_name)
         if any(error.where not in groups and "=" not in error.where for error in found):
             for choice in sorted(_choices(overrides, groups)):
                 keys |= set(_dotted(hydra_compose(config_name=config_name, overrides=[choice])))
-            found = diagnose(overrides, keys, groups)
+            found = diagnose(overrides, keys, groups, config_name)
         if any(override.key_or_group.startswith(NODE) for override in parse(overrides)):
             found += unknown_launcher_keys(overrides, _without_keys_of_hydra(overrides, config_name).launcher)
     return found

@@ -86,6 +86,14 @@ def shield_console(works: bool = False) -> None:
             _shielded[name].patient = False
 
 
+def one_line(text: object) -> str:
+    """A name or message for a line of a table: control characters, line breaks among them, and bytes of file names that
+    are no UTF-8 are shown as Python writes them.
+    """
+    shown = str(text)
+    return shown if shown.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown)
+
+
 def console_error() -> OSError | None:
     """Why what was printed has not arrived; None if it has."""
     if sys.stdout is not None:

@@ -43,14 +43,24 @@ class UserError(Exception):
 class ConfigError(UserError):
     """A configuration that cannot run. `violations` holds every broken rule, not just the first."""
 
+    scene = "in this configuration"
+
     def __init__(self, violations: list[UserError]) -> None:
         self.violations = violations
+        for part in ("what", "where", "why", "fix"):  # for those who tell a UserError by its parts
+            setattr(self, part, "; ".join(filter(None, (getattr(error, part) for error in violations))))
         Exception.__init__(self, self.render())
 
     def render(self) -> str:
         count = len(self.violations)
-        head = f"{count} problem{'s' if count > 1 else ''} in this configuration:"
+        head = f"{count} problem{'s' if count > 1 else ''} {self.scene}:"
         return "\n".join([head, *(f"\n{i}. {v.render()}" for i, v in enumerate(self.violations, 1))])
+
+
+class UnfitMachineError(ConfigError):
+    """A configuration that may run elsewhere. `violations` holds all that this machine lacks for it."""
+
+    scene = "of this machine with this configuration"
 
 
 class PointFailedError(UserError):

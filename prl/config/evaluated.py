@@ -22,7 +22,7 @@ def take_model(config: RunConfig) -> RunConfig:
         of_run = json.loads((run / "plan.json").read_text())["config"]
         model = ModelConfig.model_validate(of_run["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError([_no_run(run)]) from error
+        raise ConfigError([_no_run(run) if run.is_dir() else _nowhere(run)]) from error
     if of_run.get("job") not in ("rl", "sft"):
         raise ConfigError([_no_run(run, f"it is one of prl.{of_run.get('job')}, which trains nothing")])
     chosen, own = config.choices.get("model"), (of_run.get("choices") or {}).get("model")
@@ -60,6 +60,17 @@ def _no_run(run: Path, why: str = "there is no plan.json of this version") -> Us
         f"{run} is no run that trains a model.",
         where=f"eval.run={run}",
         why=why,
+        fix="eval.run=outputs/RUN; weights alone: model.path=DIRECTORY and their model=",
+    )
+
+
+def _nowhere(run: Path) -> UserError:
+    above = next(path for path in run.parents if path.exists())
+    return UserError(
+        f"There is {'a file, and no directory' if run.exists() else 'no directory'} {run}.",
+        where=f"eval.run={run}",
+        why="it is to be the directory of a run"
+        + ("" if run.exists() or above == run.parent else f"; {above} is the last on that path that is there"),
         fix="eval.run=outputs/RUN; weights alone: model.path=DIRECTORY and their model=",
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prl.config.errors import UserError
+from prl.config.wanted import is_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,6 +28,15 @@ def fetch_checkpoint(repo_id: str) -> Path:
         )
     except Exception as error:  # the hub client raises a dozen unrelated types for "not there" and "no network"
         why, fix = why_not(error, repo_id, "model")
+        folder = Path(repo_id).parent
+        if is_path(repo_id) or (folder != Path() and folder.is_dir()):
+            also = "" if is_path(repo_id) else f"; nor could it be had as a name of the Hugging Face hub: {why}"
+            raise UserError(
+                f"there is no directory {Path(repo_id).expanduser().absolute()}",
+                where=f"model.path={repo_id}",
+                why=f"it is to hold the weights of the model{also}",
+                fix="model.path=/path/to/checkpoint",
+            ) from error
         raise UserError(
             f"model {repo_id!r} is neither a directory nor could it be fetched from the Hugging Face hub",
             where=f"model.path={repo_id}",
@@ -91,7 +101,7 @@ def why_not(error: Exception, name: str, kind: Kind) -> tuple[str, str]:
     lines = str(error).strip().splitlines()
     why = f"{type(error).__name__}: {lines[0] if lines else ''}"
     site = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
-    if isinstance(error, HFValidationError) or _is_path(name):
+    if isinstance(error, HFValidationError) or is_path(name):
         return f"there is no directory {name}, and the hub has no such names", "correct the path"
     if isinstance(error, GatedRepoError) or "gated" in why:
         return why, f"accept its terms at {site}, then `hf auth login`, or HF_TOKEN=... in the environment"
@@ -106,10 +116,6 @@ def why_not(error: Exception, name: str, kind: Kind) -> tuple[str, str]:
         why = f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it"
     fetch = fetch_command(name, kind)
     return why, f"`{fetch}` where there is network (a gated one wants `hf auth login` before), with the same HF_HOME"
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
 def fetch_command(name: str, kind: Kind) -> str:

@@ -25,9 +25,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from prl.config.errors import ConfigError, UserError
 from prl.config.locate import config_groups, sweep_files
 from prl.config.overrides import OPEN_NODES, SWEEP_GROUP, choices_of, name_of_axis, parse, swept_keys
+from prl.config.search_path import KEY
 from prl.config.unreadable import UNREADABLE, unreadable
 
 SWEEP_OPTION = "+sweep="
+NAMES = {  # of the user -> of Hydra
+    SWEEP_OPTION: f"+{SWEEP_GROUP}=",
+    **{node: f"++{node}" for node in OPEN_NODES},
+    **{f"{plus}{KEY}=": f"{KEY}=" for plus in ("+", "++")},  # which Hydra takes without only
+}
 
 
 def register() -> None:
@@ -47,12 +53,11 @@ def register() -> None:
 
 def in_hydras_terms(lines: list[str]) -> list[str]:
     """The overrides with `+sweep=NAME` as a choice of a group, and new keys of open nodes as additions."""
-    names = {SWEEP_OPTION: f"+{SWEEP_GROUP}=", **{node: f"++{node}" for node in OPEN_NODES}}
-    return [_renamed(line, names) for line in lines]
+    return [_renamed(line) for line in lines]
 
 
-def _renamed(line: str, names: dict[str, str]) -> str:
-    return next((line.replace(old, new, 1) for old, new in names.items() if line.startswith(old)), line)
+def _renamed(line: str) -> str:
+    return next((line.replace(old, new, 1) for old, new in NAMES.items() if line.startswith(old)), line)
 
 
 def _register_sweeps() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from prl.config.errors import UserError
 from prl.config.search_path import directories, yaml_files
 
+SITE_GROUP = "local"  # conf/local/default.yaml: a site's own settings
 EXPERIMENT = "experiment"  # conf/experiment: whole recipes
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
 
@@ -43,7 +44,7 @@ def config_groups() -> dict[str, list[str]]:
     for root in (conf_dir(), *directories()):
         for path in yaml_files(root):
             name = path.parent.relative_to(root).as_posix()
-            if name.split("/")[0] not in (".", "local", "hydra", "sweeps"):
+            if name.split("/")[0] not in (".", SITE_GROUP, "hydra", "sweeps"):
                 groups.setdefault(name, set()).add(path.stem)
     groups["memory"] = groups["memory_recipe"]
     return {name: sorted(groups[name]) for name in sorted(groups)}
@@ -60,3 +61,17 @@ def file_of_choice(group: str, choice: str) -> Path:
     name = f"{group}/{choice}.yaml"
     found = (root / name for root in (conf_dir(), *directories()) if (root / name).is_file())
     return next(found, conf_dir() / name)
+
+
+def folders_of(group: str) -> str:
+    """The directories that hold files of a group, for people."""
+    name = "memory_recipe" if group == "memory" else group
+    own = [str(root / name) for root in directories() if (root / name).is_dir()]
+    ours = [f"conf/{group}"] if (conf_dir() / name).is_dir() or not own else []
+    return ", ".join(ours + own)
+
+
+def searched() -> str:
+    """The directories in which the files of choices are sought, for people."""
+    own = "" if directories() else ", and none of your own: no --config-dir was given"
+    return ", ".join(map(str, (conf_dir(), *directories()))) + own

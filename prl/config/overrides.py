@@ -13,9 +13,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from prl.config.errors import UserError
-from prl.config.locate import added_groups, config_groups, sweep_files
+from prl.config.locate import added_groups, config_groups, folders_of, searched, sweep_files
+from prl.config.search_path import directories
 
 SWEEP_GROUP = "sweep_file"
+JOBS = ("rl", "sft", "inference", "bench", "eval")
 # take keys that conf/ does not list; Hydra alone would ask for a +
 OPEN_NODES = (
     "env.args.",
@@ -32,12 +34,16 @@ def parse(lines: Iterable[str]) -> list[Override]:
 @functools.lru_cache(maxsize=4096)  # the points of a sweep say the same again and again
 def _parse_line(line: str) -> Override:
     try:
-        return OverridesParser.create().parse_override(line)
+        override = OverridesParser.create().parse_override(line)
+        if not override.key_or_group:
+            raise HydraException("it has no key")
+        return override
     except HydraException as error:
         raise UserError(
             f"Cannot read the override {line!r}.",
             why=str(error).splitlines()[0],
-            fix="write key=value, key=[a,b] for a list, or -m key=a,b to sweep; quote what the shell would eat",
+            fix="write key=value, key=[a,b] for a list, or -m key=a,b to sweep; quote what the shell would eat"
+            + ("; for ~ in a path write $HOME" if "~/" in line else ""),
         ) from error
 
 
@@ -150,13 +156,49 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_last[close[0]] if close else None
 
 
-def unknown_key(key: str, known: Iterable[str]) -> UserError:
+def all_keys(job: str) -> str:
+    """The command that shows every key of a job."""
+    return f"python -m prl.{job if job in JOBS else 'rl'} --cfg job"
+
+
+def unknown_key(key: str, known: Iterable[str], job: str = "rl") -> UserError:
     guess = nearest(key, known)
     return UserError(
         f"There is no key {key!r}." + (f" Did you mean {guess!r}?" if guess else ""),
         where=key,
         why="every key must exist in the schema, so that a typo cannot pass unseen",
-        fix=f"{guess}=..." if guess else "see all keys: python -m prl.rl --cfg job",
+        fix=f"{guess}=..." if guess else f"see all keys: {all_keys(job)}",
+    )
+
+
+def absent_groups(lines: Iterable[str]) -> list[UserError]:
+    """Choices of groups that no directory has (`+overlay=mine`): to Hydra they are keys with a text as their value."""
+    groups = {*config_groups(), SWEEP_GROUP, "sweep"}
+    return [
+        _absent_group(override, groups)
+        for override in parse(lines)
+        if (override.is_add() or override.is_force_add()) and override.package is None
+        if not (key := override.key_or_group).startswith("hydra/") and "." not in key and key not in groups
+        if (names := _names(override)) and all(isinstance(name, str) for name in names)
+        if "/" in key or key not in _top_level()
+    ]
+
+
+def _top_level() -> set[str]:
+    from prl.config.schema import RunConfig  # pydantic: --cfg and completion do without it
+
+    return {"hydra", *RunConfig.model_fields}
+
+
+def _absent_group(override: Override, groups: set[str]) -> UserError:
+    key, choice = override.key_or_group, ",".join(choices_of(override))
+    guess = nearest(key, groups | _top_level())
+    prefix = "+" if guess in added_groups() else ""
+    return UserError(
+        f"There is no key {key!r}, and no group of that name." + (f" Did you mean {guess!r}?" if guess else ""),
+        where=f"+{key}={choice}",
+        why=f"a group is a directory of YAML files, and {key}/ was sought in {searched()}",
+        fix=f"{prefix}{guess}={choice}" if guess else f"--config-dir DIRECTORY, with {choice}.yaml in DIRECTORY/{key}/",
     )
 
 
@@ -177,22 +219,27 @@ def _of_added_group(override: Override, choices: list[str]) -> list[UserError]:
 
 
 def unknown_choice(group: str, choice: str, choices: list[str], prefix: str = "") -> UserError:
+    misnamed = [root / group / f"{choice}.yml" for root in directories() if (root / group / f"{choice}.yml").is_file()]
+    if misnamed:
+        why, fix = "Hydra reads files that end in .yaml", f"mv {misnamed[0]} {misnamed[0].with_suffix('.yaml')}"
+        return UserError(f"{misnamed[0].name} is not read.", where=f"{prefix}{group}={choice}", why=why, fix=fix)
     close = difflib.get_close_matches(choice, choices, n=1, cutoff=0.5)
     return UserError(
         f"There is no choice {choice!r} in group {group!r}." + (f" Did you mean {close[0]!r}?" if close else ""),
         where=f"{prefix}{group}={choice}",
-        why=f"the group has: {', '.join(choices)}" if prefix else f"conf/{group} has: {', '.join(choices)}",
+        why=f"{folders_of(group)} has: {', '.join(choices)}",
         fix=f"{prefix}{group}={close[0] if close else choices[0]}",
     )
 
 
-def diagnose(lines: Iterable[str], known_keys: set[str], used_groups: set[str]) -> list[UserError]:
+def diagnose(lines: Iterable[str], known_keys: set[str], used_groups: set[str], job: str = "rl") -> list[UserError]:
     """Everything wrong with overrides that Hydra refused, all at once.
 
     Args:
         lines: the overrides as typed.
         known_keys: dotted keys of the composed config of this job.
         used_groups: the groups in the defaults list of this job.
+        job: its name.
     """
     lines = list(lines)
     groups, added = config_groups(), added_groups()
@@ -208,5 +255,5 @@ def diagnose(lines: Iterable[str], known_keys: set[str], used_groups: set[str]) 
         if key in used_groups:
             found += [unknown_choice(key, c, groups[key]) for c in choices_of(override) if c not in groups[key]]
         if key not in known_keys and (has_dicts or key not in used_groups):
-            found.append(unknown_key(key, known_keys if key in used_groups else known_keys | used_groups))
+            found.append(unknown_key(key, known_keys if key in used_groups else known_keys | used_groups, job))
     return found + _alias_conflict(lines)

@@ -16,7 +16,8 @@ from prl.config.chosen import said_by_user
 from prl.config.errors import ConfigError, UserError
 from prl.config.evaluated import take_model
 from prl.config.keys import as_override, field_of, is_group, schema_keys
-from prl.config.overrides import unknown_key
+from prl.config.locate import config_groups
+from prl.config.overrides import all_keys, unknown_key
 from prl.config.rules import violations
 from prl.config.schema import Group, RunConfig, WarmStartConfig
 
@@ -54,7 +55,7 @@ def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
     try:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(_explain_all(error)) from error
+        raise ConfigError(_explain_all(error, str(plain.get("job")))) from error
     if config.job == "eval" and config.eval.run is not None:
         config = take_model(config)
     config = settle_warm_start(config)
@@ -130,14 +131,14 @@ def _missing(key: str) -> UserError:
     )
 
 
-def _explain_all(error: ValidationError) -> list[UserError]:
+def _explain_all(error: ValidationError, job: str) -> list[UserError]:
     """One UserError per key: a union reports each of its types, and the user wants to read one sentence."""
     known = set(schema_keys())
     by_key: dict[str, list[dict[str, Any]]] = {}
     for item in error.errors():
         by_key.setdefault(_key_of(item["loc"], known), []).append(dict(item))
     return [
-        unknown_key(key, known) if items[0]["type"] == "extra_forbidden" else _explain(key, items)
+        unknown_key(key, known, job) if items[0]["type"] == "extra_forbidden" else _explain(key, items, job)
         for key, items in by_key.items()
         if key.removeprefix("sft.") == key or key.removeprefix("sft.") not in by_key  # conf/sft.yaml copies optim
     ]
@@ -153,7 +154,7 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
     return parent if key not in known and is_leaf and added else key
 
 
-def _explain(key: str, items: list[dict[str, Any]]) -> UserError:
+def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
     messages = [
         str(item["msg"]).replace("Input should be ", "it must be ").partition(", unable to")[0] for item in items
     ]
@@ -162,9 +163,9 @@ def _explain(key: str, items: list[dict[str, Any]]) -> UserError:
     if not missing and items[0]["type"] == "missing":  # of a list that is too short, whose elements are no keys
         whole = as_override(items[0]["input"])
         expected = f"it has {len(items[0]['input'])} of {len(items[0]['input']) + len(items)} elements"
-        return UserError(f"{key}={whole} is not valid.", where=key, why=expected, fix=_suggest(key, items))
+        return UserError(f"{key}={whole} is not valid.", where=key, why=expected, fix=_suggest(key, items, job))
     what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."
-    return UserError(what, where=key, why="it is required" if missing else expected, fix=_suggest(key, items))
+    return UserError(what, where=key, why="it is required" if missing else expected, fix=_suggest(key, items, job))
 
 
 def default_of(key: str) -> str | None:
@@ -177,7 +178,7 @@ def default_of(key: str) -> str | None:
     return as_override(field.default) if plain else None
 
 
-def _suggest(key: str, items: list[dict[str, Any]]) -> str:
+def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
     for item in items:
         context = item.get("ctx", {})
         if item["type"] == "literal_error":
@@ -188,6 +189,8 @@ def _suggest(key: str, items: list[dict[str, Any]]) -> str:
             return f"{key}=[{as_override(item['input'])}]"
         if key == "inference.urls" and (server := re.search(r"[\w.-]+:\d{1,5}", str(item["input"]))):
             return f"{key}=[http://{server[0]}] as the address of a server, or {key}=[]"
+    if items[0]["type"] == "missing" and key in (groups := config_groups()):
+        return f"{key}={groups[key][0]}, without ~{key}"
     default = default_of(key)
     if default is not None:
         return f"{key}={default}"
@@ -198,4 +201,4 @@ def _suggest(key: str, items: list[dict[str, Any]]) -> str:
                 return f"{key}={context[bound]}"
         if "gt" in context or item["type"] in ("int_parsing", "int_from_float"):
             return f"{key}=1"
-    return f"give {key} a value of that kind; python -m prl.rl --cfg job shows what it is by default"
+    return f"give {key} a value of that kind; {all_keys(job)} shows what it is by default"

@@ -27,7 +27,9 @@ def use_directories(config_dir: str | None, overrides: Iterable[Override]) -> No
     """Of a command line: what --config-dir and hydra.searchpath say. Raises UserError for what is no directory."""
     asked = [] if config_dir is None else [("--config-dir", config_dir)]
     for override in overrides:
-        if override.key_or_group == KEY and isinstance(value := override.value(), list):
+        if override.key_or_group == KEY and (value := override.value()) is not None:
+            if not isinstance(value, list):
+                raise _no_list(str(override.input_line), str(value))
             asked += [(KEY, str(entry)) for entry in value]
     _added[:] = dict.fromkeys(_directory(where, name) for where, name in asked)
 
@@ -49,16 +51,31 @@ def yaml_files(root: Path) -> list[Path]:
 
 def _directory(where: str, name: str) -> Path:
     if name.startswith("pkg://"):
-        found = importlib.util.find_spec(name.removeprefix("pkg://"))
+        try:
+            found = importlib.util.find_spec(name.removeprefix("pkg://"))
+        except (ImportError, ValueError):  # of a package that it lies in, or of no name
+            found = None
         places = [] if found is None else list(found.submodule_search_locations or [])
         path = Path(places[0]) if places else Path(name)
     else:
         path = Path(name.removeprefix("file://")).expanduser().absolute()
+    scheme = name.partition("://")[0] if "://" in name else "file"
     if not path.is_dir():
+        kinds = {"file": f"directory {path}", "pkg": f"Python package {name.removeprefix('pkg://')}"}
         raise UserError(
-            f"There is no directory {path}.",
+            f"There is no {kinds.get(scheme, f'reader of {scheme}:// here, only of file:// and pkg://')}.",
             where=f"{where}={name}",
             why="groups of configurations of your own are folders in it, their choices YAML files in those",
             fix="--config-dir /path/to/your/configs",
         )
     return path
+
+
+def _no_list(line: str, value: str) -> UserError:
+    place = value if "://" in value else f"file://{Path(value).expanduser().absolute()}"
+    return UserError(
+        f"{KEY} is no list.",
+        where=line,
+        why="several directories may stand there",
+        fix=f"'{KEY}=[{place}]', or --config-dir {place.removeprefix('file://')}",
+    )

@@ -54,6 +54,7 @@ def judge(config: RunConfig, facts: Facts, needs: Needs) -> list[Finding]:
     from prl.config.packages import PACKAGES
     from prl.doctor.judging import judge_conflicts, judge_gpus, judge_package, judge_torch
     from prl.doctor.judging_machine import judge_host, judge_scale, judge_slurm, judge_storage, judge_wandb
+    from prl.doctor.weights import judge_checkpoint, judge_memory
     from prl.metrics.wandb_mirror import choose_mode, has_key
 
     return [
@@ -65,6 +66,8 @@ def judge(config: RunConfig, facts: Facts, needs: Needs) -> list[Finding]:
         *judge_slurm(facts.slurm, needs),
         *judge_host(facts.host, needs),
         *judge_storage(facts, needs),
+        *judge_checkpoint(config, needs),
+        *judge_memory(config, needs, bool(facts.torch.gpus), facts.memory_gib),
         *judge_wandb(facts, choose_mode(config, os.environ), has_key(os.environ)),
     ]
 

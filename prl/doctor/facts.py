@@ -18,6 +18,7 @@ from prl.doctor.asking import Answer, Asker
 from prl.doctor.host import HostFacts, look_at_host, shared_memory_gib
 from prl.doctor.slurm import SlurmFacts, ask_slurm
 from prl.doctor.versions import Conflict, conflicts, installed
+from prl.doctor.weights import available_memory_gib
 from prl.planning.vllm_arguments import BACKEND
 from prl.runtime.process.environment import interfaces
 from prl.runtime.process.ports import LOOPBACK
@@ -83,6 +84,7 @@ class Facts:
     disks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by key of the configuration
     shared_memory_gib: float | None = None
     host: HostFacts = field(default_factory=HostFacts)
+    memory_gib: float | None = None  # of this machine, that can be had; None: not known
 
 
 def look(directories: Mapping[str, str], port: int, asker: Asker) -> Facts:
@@ -115,6 +117,7 @@ def look(directories: Mapping[str, str], port: int, asker: Asker) -> Facts:
             disks.result(),
             shared_memory_gib(),
             look_at_host(port),
+            available_memory_gib(),
         )
 
 

@@ -6,6 +6,7 @@ the run: wandb's shared mode does not work offline.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -28,12 +29,20 @@ SENT = "sent.json"  # in <run>/wandb/: metrics file -> newest step that an attem
 NOT_CHARTED = ("time", "role", "generating_spans")
 
 
-def mirror(plan: RunPlan, run_dir: Path, run_id: str, resume_step: int, stopped: Callable[[], bool]) -> None:
+def mirror(
+    plan: RunPlan,
+    run_dir: Path,
+    run_id: str,
+    resume_step: int,
+    stopped: Callable[[], bool],
+    ready: Callable[[], None] = lambda: None,
+) -> None:
     """Mirror until `stopped` says so, then once more, so that the last rows are in; then finish.
 
     Args:
         run_id: id of the wandb run; the same one when a run resumes.
         resume_step: rows up to it that an earlier attempt has sent are not sent again.
+        ready: is called once wandb has taken the run.
     """
     os.nice(NICENESS)  # the roles come first
     mode = choose_mode(plan.config, os.environ)
@@ -46,6 +55,8 @@ def mirror(plan: RunPlan, run_dir: Path, run_id: str, resume_step: int, stopped:
     import wandb  # reads the variables above
 
     run = start_run(plan, directory, run_id, mode)
+    with contextlib.suppress(OSError):  # a full disk
+        ready()
     feed, summarised_s = Feed(run_dir, directory / SENT, resume_step), time.monotonic()
     try:
         while not stopped():

@@ -77,7 +77,7 @@ class ExternalEngines:
         life = secrets.token_hex(8)
         self.pool = ExternalPool(self.config, ctx.run_id, life)
         self.claim = {"run": ctx.run_id, "life": life, "host": socket.gethostname(), "weights": weights_of(ctx)}
-        self.run_id = ctx.run_id
+        self.run_id, self.metrics = ctx.run_id, ctx.metrics
         count = len(self.pool.urls)
         self.grants: list[str | None] = [None] * count  # names of our leases; None of an engine that is left out
         self.answered = [time.monotonic()] * count
@@ -98,6 +98,7 @@ class ExternalEngines:
         for index, grant in enumerate(self.grants):
             if grant is None:
                 self.pool.leave_out(index)
+                self._tell(index, "no answer yet")
 
     async def follow(self) -> None:
         """For ever. Raises UserError once no engine has answered for deployment.start_timeout_s, and for one that came
@@ -150,15 +151,23 @@ class ExternalEngines:
                     if not isinstance(failure, EngineError):
                         raise failure
                     log.warning("%s could not be brought up: %s", url, failure)
+                    self._tell(index, f"it could not be brought up: {failure}")
+                elif bringing.done() and not bringing.cancelled():
+                    self._tell(index, "")
 
     def _lose(self, index: int, why: str) -> None:
         if self.grants[index] is None:
             return
         self.grants[index] = None
         log.warning("%s is left out: %s", self.pool.urls[index], why)
+        self._tell(index, why)
         if self.config.algo.max_off_policy_steps == 0:
             self._end_synchronous(index)
         self.pool.lose(index)
+
+    def _tell(self, index: int, why: str) -> None:
+        """The root, and so whoever looks at the run, that an engine is left out, or (no reason) that it serves."""
+        self.metrics.log(step=self.pool.version, engine=self.pool.urls[index], engine_lost=why)
 
     def _end_synchronous(self, index: int) -> NoReturn:
         raise UserError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,6 +18,7 @@ import yaml
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.planning.planner import make_plan
+from prl.planning.pod_needs import SECRET, check_claim, check_image, variables_of, what_pods_need
 from prl.planning.run_plan import RunPlan, plan_to_json
 
 LONGEST_LABEL = 63  # DNS-1123
@@ -37,14 +38,23 @@ class Site:
     accelerator: str = ""  # as SkyPilot calls the GPU
 
 
-def emit(config: RunConfig, kind: str, site: Site) -> str:
-    """The manifest as YAML. Raises UserError for what it lacks."""
+def emit(config: RunConfig, kind: str, site: Site, modules: Iterable[str] = ()) -> str:
+    """The manifest as YAML, behind comments that name what the pods need beside it. Raises UserError for what it lacks.
+
+    Args:
+        modules: the user's own, which the image must have.
+    """
     mount = PurePosixPath(site.mount or MOUNT)
     if not mount.is_absolute():
         raise UserError(f"{mount} is no absolute path.", where="--mount", fix=f"--mount={MOUNT}")
     plan = make_plan(_placed(config, mount))
+    if site.image:
+        check_image(site.image)
+    if site.volume and kind == "k8s":
+        check_claim(site.volume)
     documents = MANIFESTS[kind](plan, site, mount)
-    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=110)
+    notes = "".join(f"# {line}\n" for line in what_pods_need(config, kind, mount, modules))
+    return notes + yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=110)
 
 
 class Dumper(yaml.SafeDumper):
@@ -124,6 +134,16 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
+    if wanted := variables_of(plan.config):
+        container["env"] = [
+            {
+                "name": variable.name,
+                "valueFrom": {
+                    "secretKeyRef": {"name": SECRET, "key": variable.name, "optional": not variable.is_required}
+                },
+            }
+            for variable in wanted
+        ]
     if _gpus(plan):
         container["resources"] = {"limits": {"nvidia.com/gpu": _gpus(plan)}}
     pod = {

@@ -32,6 +32,8 @@ def _summary(plan: RunPlan) -> list[str]:
         f"job         {config.job}, model {config.model.name}, seed {config.seed}",
         f"deployment  {config.deployment.type}, {nodes} with {plan.gpus_per_node} device slots",
     ]
+    if (share := config.deployment.infer_memory_fraction) is not None:
+        lines.append(f"overlapped  engines have {share:g} of each device's memory (deployment.infer_memory_fraction)")
     if plan.roles_of("trainer"):
         sizes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}"
         lines.append(f"mesh        {sizes} = {mesh.world_size} ranks; ep {mesh.ep}; {mesh.data_ranks} data ranks")

@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from prl.config.console import shield_console
@@ -133,16 +133,18 @@ def _run_role(kind: str, path: Path, node: int | None) -> int:
     else:
         seats = seats_by_hand(plan, path)
         index = _find_seat(seats, plan, kind, node, torchrun)
-    place_devices(plan, seats[index])
+    from prl.runtime.launch import recording_refusals, run
+
+    config = plan.config.model_copy(update={"output_dir": str(path)})
+    root = plan.model_copy(update={"config": config})
+    with recording_refusals(root) if index == 0 else nullcontext():
+        place_devices(plan, seats[index])
     if index > 0:
         if read_status(path).get("state") == "done":
             print(f"{path} is done already", flush=True)
             return 0
         print(f"{seats[index].name}: waiting for {seats[0].command}", flush=True)
         return take_seat(path, plan, index, seats[index], torchrun)
-    from prl.runtime.launch import run
-
-    config = plan.config.model_copy(update={"output_dir": str(path)})
     with torchrun.signals() if torchrun else StopSignals() as signals:
         return run(config, signals=signals, seats=seats)
 

@@ -5,10 +5,11 @@ Exit codes: 0 done, 1 failed, 130 and 143 stopped by SIGINT and SIGTERM; UserErr
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from prl.config.console import shield_console
@@ -20,7 +21,7 @@ from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
 from prl.runtime.directory.files import as_user_error
 from prl.runtime.directory.hours import Hours
-from prl.runtime.directory.rundir import RunDir, claim
+from prl.runtime.directory.rundir import RunDir, claim, is_locked
 from prl.runtime.directory.status_file import State, StatusFile, read_status
 from prl.runtime.external import check_engines
 from prl.runtime.nodes.remote import Nodes, has_no_agents
@@ -30,7 +31,7 @@ from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
 from prl.runtime.process.failures import Failure, failure_of_root
-from prl.runtime.process.gpus import refuse_too_few_gpus, roles_without_gpu
+from prl.runtime.process.gpus import roles_without_gpu
 from prl.runtime.process.reaper import Reaper
 from prl.runtime.process.signals import StopSignals
 from prl.runtime.supervisor import ENTRIES, Household, Outcome, Supervisor
@@ -59,10 +60,10 @@ def run(
     again.
     """
     shield_console(works=True)
-    check_machine(config)
     plan = make_plan(config)
-    if has_no_agents() and (not seats or plan.num_nodes == 1):
-        refuse_too_few_gpus(plan)
+    alone = has_no_agents() and (not seats or plan.num_nodes == 1)
+    with recording_refusals(plan):
+        check_machine(config, plan if alone else None, starts_all=alone and not seats)
     with nullcontext(signals) if signals else StopSignals() as signals:
         run_dir = claim(plan)
         on_claim(run_dir.path)
@@ -80,6 +81,36 @@ def run(
             raise
         finally:
             hours.close()
+            run_dir.release()
+
+
+@contextmanager
+def recording_refusals(plan: RunPlan) -> Iterator[None]:
+    """A UserError before the run takes its directory: where that is there, frozen or of an earlier attempt, its status
+    tells the cause, unless the run is done, or alive.
+    """
+    try:
+        yield
+    except UserError as error:
+        _record_refusal(plan, error)
+        raise
+
+
+def _record_refusal(plan: RunPlan, error: UserError) -> None:
+    path = Path(plan.config.output_dir or "").expanduser()
+    if plan.config.output_dir is None or not (path / "plan.json").exists() or is_locked(path):
+        return
+    with contextlib.suppress(UserError, OSError):  # another's directory, or one that cannot be written
+        run_dir = claim(plan)
+        try:
+            before = read_status(run_dir.path)
+            if before.get("state") == "done":
+                return
+            config = plan.config
+            status = StatusFile(run_dir.path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours)
+            kept = {key: before[key] for key in ("step", "saved") if key in before}
+            status.update(state="failed", failure=failure_of_root(error, error), **kept)
+        finally:
             run_dir.release()
 
 
@@ -149,7 +180,8 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
             drop_converted(path)
     except BaseException as error:
         cause = failure_of_root(error, as_user_error(error, path)) if isinstance(error, Exception) else None
-        status.update(state="failed", failure=status.content["failure"] or cause)
+        step = status.content["step"] or resume_step
+        status.update(state="failed", failure=status.content["failure"] or cause, step=step)
         raise
     return outcome
 
@@ -172,6 +204,9 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
     path = run_dir.path
     if run_dir.is_ours():
         discard_unfinished(path)
+    for alarm in read_status(path).get("alarms", []):
+        told = f"alarm {alarm['kind']} was on at the end, since step {alarm['since']}: {alarm['message']}"
+        print(told, file=sys.stderr, flush=True)
     if outcome.failure is not None:
         _tell_failure(outcome.failure)
     if outcome.state == "failed":
@@ -181,16 +216,23 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
             print("stopped serving", flush=True)
             return signals.exit_code
         if plan.config.job == "eval":
-            print(f"stopped; the same command with output_dir={path} begins anew", flush=True)
+            print(f"stopped; {how_to_go_on(plan, path, 'begins anew')}", flush=True)
             return signals.exit_code
         saved = steps(path)
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
         if saved and saved[-1] < outcome.step:
             kept += f" (later ones did not fit into the time that was left: {path / 'logs'})"
-        print(f"stopped at step {outcome.step}, {kept}; the same command with output_dir={path} resumes", flush=True)
+        print(f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes')}", flush=True)
         return signals.exit_code
     print_report(plan, path)
     return 0
+
+
+def how_to_go_on(plan: RunPlan, path: Path, does: str) -> str:
+    """Which command does that. A sweep gives its points their directories, and takes no output_dir."""
+    if plan.config.sweep is None:
+        return f"the same command with output_dir={path} {does}"
+    return f"the sweep's command {does}; for this point alone: python -m prl.runtime.agent {path}"
 
 
 def _tell_failure(failure: Failure) -> None:

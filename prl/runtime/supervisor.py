@@ -124,6 +124,7 @@ class Supervisor:
             self._echo()
             self.leases.close()
             take_back_keys(self.run_dir)
+            self.status.update(roles=self._snapshot()["roles"])
         self.home.progress.end(self.view)
         self.home.hours.roles_end()
         saved = steps(self.run_dir)
@@ -195,7 +196,9 @@ class Supervisor:
 
     def _check_mirror(self) -> None:
         """Losing the mirror costs nothing: the metrics files are complete, and `wandb sync` can be made up for."""
-        if self.mirror is not None and not self.mirror.alive:
+        if self.mirror is not None and self.mirror.alive:
+            self.mirror.pulse.check()
+        elif self.mirror is not None:
             if self.mirror.exit_code:
                 self.home.progress.note(f"the wandb mirror ended, the run goes on; see {self.mirror.log}")
             self.mirror = None
@@ -326,7 +329,8 @@ class Supervisor:
         children = [*self.children, *([self.mirror] if self.mirror else [])]
         alarms = [alarm.to_json() for alarm in self.view.alarms.active.values()]
         roles = {child.name: child.snapshot() for child in children}
-        return {"step": self.view.step, "alarms": alarms, "roles": roles}
+        lost = dict(self.view.lost_engines)
+        return {"step": self.view.step, "alarms": alarms, "lost_engines": lost, "roles": roles}
 
     # --- end ------------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
 
-from prl.config.console import shield_console
+from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.watch.server import make_token, serve
@@ -55,16 +56,33 @@ def open_store(directory: Path) -> Store:
 
 def listen(host: str, port: int | None) -> socket.socket:
     """A listening socket. Raises UserError where the address cannot be had."""
+    if not host:
+        raise _no_host(host, "it is empty")
     for wanted in [PORT, 0] if port is None else [port]:
         try:
             return socket.create_server((host, wanted), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             reason = error
+    number = getattr(reason, "errno", None) or 0
+    if isinstance(reason, UnicodeError) or number < 0:  # what getaddrinfo(3) says is below 0
+        raise _no_host(host, "it is no address, and no name that this machine knows") from reason
+    if number in (errno.EADDRNOTAVAIL, errno.EINVAL):
+        raise _no_host(host, "it is the address of another machine, or of none") from reason
     raise UserError(
         f"{host}:{port} cannot be listened at: {reason}",
         where="--host, --port",
         fix="another port, or 0 for any that is free",
     ) from reason
+
+
+def _no_host(host: str, why: str) -> UserError:
+    return UserError(
+        f"{one_line(host)} is no address of this machine.",
+        where=f"--host={one_line(host)}",
+        why=why,
+        fix="leave --host out: the page is then for this machine alone (ssh -L brings it elsewhere); --host=0.0.0.0 "
+        "listens at all of its addresses",
+    )
 
 
 async def watch(store: Store, listen_socket: socket.socket, host: str) -> None:

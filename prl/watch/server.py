@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -71,7 +72,7 @@ def make_app(store: Store, token: str) -> web.Application:
         if view is None:
             raise web.HTTPNotFound
         try:
-            found = await asyncio.to_thread(lambda: json.dumps(view(store, request.query)))
+            found = await asyncio.to_thread(lambda: to_json(view(store, request.query)))
         except LookupError as error:
             return web.json_response({"error": str(error.args[0])}, status=404)
         except ValueError as error:
@@ -100,6 +101,22 @@ async def serve(store: Store, token: str, listen_socket: socket.socket) -> web.A
 
     app.cleanup_ctx.append(warm)
     return await start_serving(app, listen_socket)
+
+
+def to_json(found: Any) -> str:
+    """What browsers read: numbers that are not finite, which JSON has no words for, become null."""
+    try:
+        return json.dumps(found, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(found))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -131,7 +148,8 @@ def run(store: Store, query: Query) -> Any:
 
 
 def steps(store: Store, query: Query) -> Any:
-    found, step = store.run(query.get("run", "")), _number(query, "step", -1)
+    """The timeline of a step; without one, of the newest. Raises LookupError for one that is not there."""
+    found, step = store.run(query.get("run", "")), _number(query, "step", -1) if query.get("step") else None
     with found.lock:
         found.series.poll()
         return timeline(found.series.timed, step)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from prl.compare.columns import SEED
+from prl.compare.curves import is_number
 from prl.compare.points import SWEEP_FILE, find_runs
 from prl.compare.stats import half_width, mean
 from prl.config.errors import UserError
 from prl.runtime.directory.files import read_object
+from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
-from prl.status import ALONE, IDLE, last_rows, true_state, waiting_points
+from prl.status import ALONE, IDLE, last_rows, role_state, true_state, waiting_points
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
@@ -40,8 +42,11 @@ class Run:
     def config(self) -> dict[str, Any]:
         if not self.plan:
             found = read_object(self.path / "plan.json") or {}
-            config = found.get("config") or {}
-            kept = {key: config.get(key) for key in ("job", "swept", "max_steps", "seed")}
+            config = found.get("config")
+            config = config if isinstance(config, dict) else {}
+            kept = {key: config.get(key) for key in ("job", "max_steps", "seed")} | {
+                "swept": texts(config.get("swept"))
+            }
             self.plan = {**kept, "point_id": found.get("point_id")} if found else {}
         return self.plan
 
@@ -61,14 +66,15 @@ class Run:
             "why": f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else "",
             "log_tail": failure.get("log_tail", []),
             "alarms": status.get("alarms") or [],
-            "roles": {name: role.get("state") for name, role in (status.get("roles") or {}).items()},
+            "lost_engines": status.get("lost_engines") or {},
+            "roles": {name: role_state(role, state) for name, role in (status.get("roles") or {}).items()},
             "step": status.get("step", 0),
             "max_steps": config.get("max_steps"),
             "attempt": status.get("attempt"),
             "updated": status.get("updated"),
             "swept": config.get("swept") or {},
             "job": config.get("job"),
-            "figures": {key: newest[key] for key in keys if isinstance(newest.get(key), int | float)},
+            "figures": {key: newest[key] for key in keys if is_number(newest.get(key))},
         }
 
 

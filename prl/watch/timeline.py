@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from prl.compare.curves import is_number
 from prl.metrics.reader import Row
 
 TRAINER_PHASES = (  # one behind the other, as the trainer's loop has them
@@ -17,15 +18,23 @@ Span = tuple[float, float, str]  # begin and end in unix seconds, what
 
 
 def timeline(timed: dict[str, list[Row]], step: int | None) -> dict[str, Any]:
-    """Rows of spans in the time of one step of trainer/0, in seconds from its beginning.
+    """Rows of spans in the time of one step of trainer/0, in seconds from its beginning. What is no number in a row
+    took no time.
 
     Args:
         step: None: the newest.
+
+    Raises LookupError for a step that is not there.
     """
-    steps = {row["step"]: row for row in timed.get("trainer.0", []) if "step_s" in row}
-    if not steps:
-        return {"step": None, "steps": [], "rows": []}
-    step = step if step in steps else max(steps)
+    timed = {role: [row for row in rows if is_number(row.get("time"))] for role, rows in timed.items()}
+    steps = {row["step"]: row for row in timed.get("trainer.0", []) if is_number(row.get("step_s"))}
+    if step is not None and step not in steps:
+        there = f"there are {min(steps)} to {max(steps)}" if steps else "there is none yet"
+        raise LookupError(f"step {step} is not there: {there}")
+    if step is None:
+        if not steps:
+            return {"step": None, "steps": [], "rows": []}
+        step = max(steps)
     end, length = float(steps[step]["time"]), float(steps[step]["step_s"])
     begin = end - length
     rows = []
@@ -39,7 +48,9 @@ def timeline(timed: dict[str, list[Row]], step: int | None) -> dict[str, Any]:
 
 def _spans(role: str, rows: list[Row]) -> dict[str, list[Span]]:
     if role.startswith("trainer"):
-        return {role.replace(".", "/"): [span for row in rows if "step_s" in row for span in _trainer(row)]}
+        return {
+            role.replace(".", "/"): [span for row in rows if is_number(row.get("step_s")) for span in _trainer(row)]
+        }
     if role != "orchestrator":
         return {}
     batches: list[Span] = []
@@ -47,16 +58,16 @@ def _spans(role: str, rows: list[Row]) -> dict[str, list[Span]]:
     updates: list[Span] = []
     for row in rows:
         end = float(row["time"])
-        if "wait_for_rollouts_s" in row:
-            batches.append((end - row["wait_for_rollouts_s"], end, "waits for rollouts"))
-        if "trainer_busy_s" in row and row.get("wait_for_trainer_s"):
-            taken = end - row["trainer_busy_s"]
-            batches.append((taken - row["wait_for_trainer_s"], taken, "a batch waits for the trainer"))
-        if "eval_s" in row:
-            updates.append((end - row["eval_s"], end, "evaluates"))
-        if "weight_update_s" in row:
-            updates.append((end - row["weight_update_s"], end, "takes new weights"))
-        engines += [(a, b, "generates") for a, b in row.get("generating_spans", [])]
+        if waited := _seconds(row, "wait_for_rollouts_s"):
+            batches.append((end - waited, end, "waits for rollouts"))
+        if waited := _seconds(row, "wait_for_trainer_s"):
+            taken = end - _seconds(row, "trainer_busy_s")
+            batches.append((taken - waited, taken, "a batch waits for the trainer"))
+        if spent := _seconds(row, "eval_s"):
+            updates.append((end - spent, end, "evaluates"))
+        if spent := _seconds(row, "weight_update_s"):
+            updates.append((end - spent, end, "takes new weights"))
+        engines += [(a, b, "generates") for a, b in _pairs(row.get("generating_spans"))]
     return {"orchestrator": batches, "engines": engines, "engines: weights, evaluation": updates}
 
 
@@ -64,8 +75,19 @@ def _trainer(row: Row) -> list[Span]:
     at = float(row["time"]) - float(row["step_s"])
     spans = []
     for key, what in TRAINER_PHASES:
-        seconds = float(row.get(key) or 0.0)
+        seconds = _seconds(row, key)
         if seconds > 0:
             spans.append((at, at + seconds, what))
         at += seconds
     return spans
+
+
+def _seconds(row: Row, key: str) -> float:
+    value = row.get(key)
+    return max(0.0, float(value)) if value is not None and is_number(value) else 0.0
+
+
+def _pairs(value: Any) -> list[tuple[float, float]]:
+    """Those of the list that are two numbers."""
+    pairs = [one for one in value if isinstance(one, list) and len(one) == 2] if isinstance(value, list) else []
+    return [(float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b)]

@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from prl.config.console import one_line
 from prl.runtime.directory.files import read_object, replace_file
 from prl.runtime.directory.identity import job_name, seconds_since_start
 from prl.runtime.directory.phases import END, PHASES, START, STEPS, UNTOLD, Phases
+from prl.runtime.directory.shapes import is_number
 from prl.runtime.directory.status_file import FINAL_STATES, read_attempts, read_status
 
 HOURS = "hours.json"
@@ -152,7 +154,9 @@ def read_hours(run_dir: Path, devices: int | None) -> list[Attempt]:
         if not isinstance(began, int | float):
             continue
         if row["attempt"] not in attempts:
-            attempts[row["attempt"]] = Attempt(row["attempt"], row.get("job"), devices, began, began, False, {})
+            attempts[row["attempt"]] = Attempt(
+                row["attempt"], row.get("job") and one_line(row["job"]), devices, began, began, False, {}
+            )
         if isinstance(ended, int | float):
             attempt = attempts[row["attempt"]]
             attempt.go_on(ended, END if attempt.seconds else UNTOLD)
@@ -195,12 +199,11 @@ def _read(row: Any) -> Attempt | None:
     """None for what is no record of an attempt."""
     try:
         attempt = Attempt(**row)
-        attempt.seconds = {phase: float(seconds) for phase, seconds in attempt.seconds.items()}
-        attempt.number, attempt.began, attempt.updated = (
-            int(attempt.number),
-            float(attempt.began),
-            float(attempt.updated),
-        )
-    except (TypeError, ValueError, AttributeError):
+        numbers = [attempt.number, attempt.began, attempt.updated, *attempt.seconds.values()]
+    except (TypeError, AttributeError):
         return None
-    return attempt
+    if attempt.devices is not None:
+        numbers.append(attempt.devices)
+    is_one = isinstance(attempt.number, int) and isinstance(attempt.is_over, bool) and all(map(is_number, numbers))
+    attempt.job = attempt.job and one_line(attempt.job)
+    return attempt if is_one and attempt.seconds.keys() <= set(PHASES) else None

@@ -32,7 +32,7 @@ def record_failure(
 
 def read_failures(sweep_dir: Path) -> list[dict[str, Any]]:
     """All rows in the order of writing; lines that are torn are left out."""
-    return [row for row in read_objects(sweep_dir / LEDGER) if "class" in row]
+    return [row for row in read_objects(sweep_dir / LEDGER) if isinstance(row.get("class"), str)]
 
 
 def summarise_failures(sweep_dir: Path) -> str:

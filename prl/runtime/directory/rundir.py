@@ -36,11 +36,13 @@ PACKAGES = ("torch", "numpy", "transformers", "hydra-core", "pydantic", "aiohttp
 
 @dataclass
 class RunDir:
-    """A claimed directory. `created`: it was not there before, so a run refused at its start leaves none behind."""
+    """A claimed directory. `made`: it and those above it that were not there before, itself first; a run that is
+    refused at its start leaves none of them behind.
+    """
 
     path: Path
     lock_fd: int
-    created: bool
+    made: tuple[Path, ...]
     fresh: bool  # no earlier attempt of this point
     run_id: str = ""  # of this directory: point id and a random part; stays the same when the run resumes
 
@@ -68,10 +70,9 @@ class RunDir:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        if self.created:
-            with contextlib.suppress(OSError):  # not empty: somebody else's files
-                self.path.rmdir()
-                self.path.parent.rmdir()
+        with contextlib.suppress(OSError):  # not empty: somebody else's files
+            for path in self.made:
+                path.rmdir()
 
 
 def claim(plan: RunPlan) -> RunDir:
@@ -82,15 +83,17 @@ def claim(plan: RunPlan) -> RunDir:
     """
     wanted = plan.config.output_dir
     if wanted is None:
-        path, created = make_unique(plan.config.name), True
+        above = _absent(OUTPUTS.absolute())
+        path = make_unique(plan.config.name)
+        made = (path, *above)
     else:
         path = Path(wanted).expanduser().absolute()
-        created = not path.exists()
+        made = _absent(path)
         refuse_foreign(path, plan)
         _make(path)
     lock_fd = _lock(path)
     fresh = not (path / "plan.json").exists()
-    run_dir = RunDir(path, lock_fd, created, fresh)
+    run_dir = RunDir(path, lock_fd, made, fresh)
     try:
         if fresh:
             _freeze(path, plan)
@@ -103,6 +106,11 @@ def claim(plan: RunPlan) -> RunDir:
         raise _not_writable(path, error) from error
     run_dir.run_id = (read_object(path / ENV) or {}).get("run_id") or _new_run_id(plan)
     return run_dir
+
+
+def _absent(path: Path) -> tuple[Path, ...]:
+    """Of a directory and those above it the ones that are not there, itself first."""
+    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
 
 
 def refuse_foreign(path: Path, plan: RunPlan) -> None:

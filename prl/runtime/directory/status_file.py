@@ -8,10 +8,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from prl.runtime.directory.files import read_object, read_objects, replace_file
 from prl.runtime.directory.identity import describe_process
+from prl.runtime.directory.shapes import shaped, texts, without_misfits
 
 State = Literal["starting", "running", "stopping", "done", "stopped", "failed"]
 FINAL_STATES = ("done", "stopped", "failed")
@@ -25,12 +26,21 @@ EMPTY: dict[str, Any] = {
     "max_steps": 0,
     "roles": {},
     "alarms": [],  # prl/metrics/alarms.py; those that are on
+    "lost_engines": {},  # URL of one of inference.urls that is left out -> why
     "urls": [],  # of a server for people
     "updated": 0.0,
     "attempt": 0,
     "point_id": "",
     "job": "",
     "name": "",
+}
+ROLE: dict[str, Any] = {"pid": 0, "state": "", "exit": None, "restarts": 0}
+ALARM: dict[str, Any] = {"kind": "", "since": 0, "message": ""}
+FAILURE: dict[str, Any] = {"class": "", "role": "", "rank": 0, "node": 0, "message": "", "log": "", "log_tail": [""]}
+SHAPE = EMPTY | {"alarms": [ALARM], "urls": [""], "saved": None, "root": {}}  # `failure` and `roles` beside it
+OF_ATTEMPTS: dict[str, Any] = {
+    **{"node": "", "warned": "", "started": 0.0, "ended": 0.0},
+    **{"exit_code": None, "step": 0, "saved": None},
 }
 
 
@@ -39,15 +49,25 @@ def status_path(run_dir: Path) -> Path:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """The status; {} if there is none (yet), or none that can be read. Keys that it lacks have their first values."""
-    found = read_object(status_path(run_dir))
-    return EMPTY | found if found and isinstance(found.get("state"), str) else {}
+    """The status; {} if there is none (yet), or none that can be read. Keys that it lacks, and those whose values have
+    the wrong type, have their first values.
+    """
+    found = read_object(status_path(run_dir)) or {}
+    if found.get("state") not in get_args(State):
+        return {}
+    failure, roles = found.get("failure"), found.get("roles")
+    status: dict[str, Any] = shaped(found, SHAPE)
+    status["failure"] = shaped(failure, FAILURE) if isinstance(failure, dict) else None
+    named = roles.items() if isinstance(roles, dict) else ()
+    status["lost_engines"] = texts(found.get("lost_engines"))
+    status["roles"] = {name: shaped(role, ROLE) for name, role in named if isinstance(role, dict)}
+    return status
 
 
 def _attempts_before(run_dir: Path) -> int:
     """By the status that the last one has left."""
-    number = read_status(run_dir).get("attempt")
-    return number if isinstance(number, int) else 0
+    number: int = read_status(run_dir).get("attempt", 0)
+    return number
 
 
 def _attempts_begun(run_dir: Path) -> int:
@@ -61,7 +81,7 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
     attempts: dict[int, dict[str, Any]] = {}
     for row in read_objects(path / ATTEMPTS):
         if isinstance(row.get("attempt"), int):
-            attempts.setdefault(row["attempt"], {"class": "node"}).update(row)
+            attempts.setdefault(row["attempt"], {"class": "node"}).update(without_misfits(row, OF_ATTEMPTS))
     return [attempts[number] for number in sorted(attempts)]
 
 

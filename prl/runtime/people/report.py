@@ -49,7 +49,9 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
     if job not in CURVE:
         return
     role, training, held_out, stem = CURVE[job]
-    rows = merge_rows(read_rows(run_dir, "trainer/0"), read_rows(run_dir, role))
+    # the trainer's last: tokens/s are those that it trains on. The orchestrator's are sampled between two batches, and
+    # where engines are ahead several batches come in one breath: 0 at one step, 100,000 at the next
+    rows = merge_rows(read_rows(run_dir, role), read_rows(run_dir, "trainer/0"))
     console = Console()
     if not console.is_terminal:  # else it would be folded to 80 columns
         console = Console(width=PLAIN_WIDTH)

@@ -48,7 +48,9 @@ class RunView:
 
     def __post_init__(self) -> None:
         self.alarms = Alarms(self.plan.config)
-        self.told: list[str] = []  # of alarms, for who draws
+        self.told: list[str] = []  # of alarms and of engines that are not the run's own, for who draws
+        self.lost_engines: dict[str, str] = {}  # URL of one that is left out -> why
+        self.began_s = time.time()
         self.begun_with = self.step
         self.trainer = Tail(metrics_path(self.run_dir, "trainer/0"))
         self.orchestrator = Tail(metrics_path(self.run_dir, "orchestrator"))
@@ -61,14 +63,16 @@ class RunView:
         if self.plan.config.job == "rl":
             for row in self.orchestrator.poll():
                 self._take("orchestrator", row)
-                self.ahead.setdefault(_step_of(row), {}).update(self._shown(row))
+                shown = self._shown(row)
+                shown.pop("tokens_per_s", None)  # between two batches, of which several may come in one breath
+                self.ahead.setdefault(_step_of(row), {}).update(shown)
         if self.plan.config.job == "eval":
             for row in self.orchestrator.poll():
                 self.numbers |= self._shown(row)
                 self.step = self.max_steps if "eval/reward" in row else self.step  # its one step is the evaluation
         for row in trained:
             self._take("trainer", row)
-            if self.plan.config.job == "sft":
+            if self.plan.config.job in ("rl", "sft"):
                 self.numbers |= self._shown(row)
             if _step_of(row) > self.step and isinstance(row.get("time"), int | float):
                 self.step = _step_of(row)
@@ -79,14 +83,26 @@ class RunView:
 
     def _take(self, role: str, row: Row) -> None:
         self.observe(role, row)
+        self._take_engine(row)
         told = self.alarms.observe(role, row)
         if told and self.alarms.step > self.begun_with:  # else an earlier attempt has told it
             self.told += told
             with contextlib.closing(MetricsWriter(self.run_dir, "alarms")) as writer:
                 writer.log(step=self.alarms.step, **self.alarms.numbers())
 
+    def _take_engine(self, row: Row) -> None:
+        """What the orchestrator says of an engine of inference.urls; what it said to an earlier attempt is over."""
+        url, why, at = row.get("engine"), row.get("engine_lost"), row.get("time")
+        if not (isinstance(url, str) and isinstance(why, str) and isinstance(at, int | float) and at > self.began_s):
+            return
+        if why and self.lost_engines.get(url) != why:
+            self.lost_engines[url] = why
+            self.told.append(f"{url} is left out: {why}")
+        elif not why and self.lost_engines.pop(url, None) is not None:
+            self.told.append(f"{url} serves again")
+
     def take_told(self) -> list[str]:
-        """Lines about alarms that nobody has been told yet."""
+        """Lines about alarms and engines that nobody has been told yet."""
         told, self.told = self.told, []
         return told
 
@@ -108,6 +124,7 @@ class RunView:
         cells = [(label, form.format(self.numbers[key])) for key, (label, form) in shown.items() if key in self.numbers]
         left = self.seconds_left()
         cells += [("left", clock(left))] if left is not None else []
+        cells += [("engines left out", str(len(self.lost_engines)))] if self.lost_engines else []
         return cells + ([("alarms", ", ".join(self.alarms.active))] if self.alarms.active else [])
 
 

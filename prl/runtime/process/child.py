@@ -130,7 +130,7 @@ def _run(run_dir: Path, name: str, boot: Boot, stop: StopFlag) -> None:
     if name == WANDB:
         from prl.metrics.wandb_mirror import mirror
 
-        mirror(plan, run_dir, boot.wandb_run_id, boot.resume_step, lambda: stop.is_set)
+        mirror(plan, run_dir, boot.wandb_run_id, boot.resume_step, lambda: stop.is_set, Heart(run_dir, name).ready)
         return
     role = next(role for role in plan.roles if role.name == name)
     ctx = ChildContext(plan, role, run_dir, boot, stop)

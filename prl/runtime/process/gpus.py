@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import glob
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from prl.config.errors import UserError
+from prl.config.rules import violations
+from prl.config.schema import ParallelismConfig
+from prl.planning.planner import make_plan
 from prl.planning.run_plan import RunPlan
 from prl.planning.sharing import devices_taking_turns
 
+SINGLE = ParallelismConfig(dp_shard=1, ep=1)  # conf/parallelism/single.yaml
+DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg")  # where the driver is outside of a container; on WSL
+BETWEEN_GPUS = ("nccl", "ipc")
 GPUS = Path("/proc/driver/nvidia/gpus")  # one entry for each
 
 
@@ -29,6 +37,12 @@ def gpus_needed(plan: RunPlan) -> int:
 
 def refuse_too_few_gpus(plan: RunPlan) -> None:
     """Raise UserError where all of a plan is to run on this machine, on GPUs, and it has too few for that."""
+    if (found := too_few_gpus(plan)) is not None:
+        raise found
+
+
+def too_few_gpus(plan: RunPlan) -> UserError | None:
+    """That this machine has not the GPUs for all of a plan, which is to run on it; None where they suffice."""
     found, deployment, needed = len(visible_gpus()), plan.config.deployment, gpus_needed(plan)
     several = plan.num_nodes > 1
     if found:
@@ -36,23 +50,54 @@ def refuse_too_few_gpus(plan: RunPlan) -> None:
     else:  # not every driver tells how many there are
         enough = deployment.device != "cuda" or not several
     if enough:
-        return
-    turns = devices_taking_turns(plan)
-    fixes = ["hydra/launcher=slurm, a smaller layout such as parallelism=single, or deployment.device=cpu"]
-    if turns is not None and turns <= found:
-        fixes.insert(0, "deployment=colocated (trainer and engines take turns on the same GPUs)")
+        return None
+    fixes = "; ".join(_remedies(plan, found))
     if several:
-        raise UserError(
+        return UserError(
             f"{plan.num_nodes} nodes of {deployment.gpus_per_node} GPUs do not fit on this machine, which has {found}.",
             where=f"deployment.gpus_per_node={deployment.gpus_per_node}",
             why="without SLURM all nodes of a run are rehearsed on one machine",
-            fix=", ".join(fixes),
+            fix=fixes,
         )
-    raise UserError(
+    return UserError(
         f"{needed} GPUs are needed, and this machine has {found}.",
         where=f"deployment.device=cuda, deployment={deployment.type}",
         why="each trainer rank and each engine has one of its own",
-        fix=", ".join(fixes),
+        fix=fixes,
+    )
+
+
+def _remedies(plan: RunPlan, found: int) -> Iterator[str]:
+    """Those that work for this plan on a machine with so many GPUs."""
+    config = plan.config
+    deployment = config.deployment
+    turns = devices_taking_turns(plan)
+    if turns is not None and turns <= found:
+        yield "deployment=colocated (trainer and engines take turns on the same GPUs)"
+    single = config.model_copy(update={"parallelism": SINGLE})
+    smaller = deployment.type != "multi_node" and config.parallelism != SINGLE and not violations(single)
+    if smaller and (deployment.device != "cuda" or gpus_needed(make_plan(single)) <= found):
+        yield "parallelism=single, a smaller layout"
+    if config.model.path is None:  # checkpoints of people have sizes that CPUs do not train
+        device = deployment.model_copy(update={"device": "cpu"})
+        transport, also = config.weight_transport, ""
+        if transport.type in BETWEEN_GPUS:
+            transport, also = transport.model_copy(update={"type": "filesystem"}), " weight_transport=filesystem"
+        if not violations(config.model_copy(update={"deployment": device, "weight_transport": transport})):
+            yield f"deployment.device=cpu{also}"
+    yield "on a login node of a cluster: hydra/launcher=slurm"
+    yield "hydra/launcher=slurm hydra.launcher.dry_run=true, which starts nothing and shows what a cluster would get"
+
+
+def lacks_all_gpus(plan: RunPlan) -> UserError | None:
+    """That no sign of a GPU is here, and the plan wants them: not enough to refuse by itself, for drivers differ."""
+    if plan.config.deployment.device != "cuda" or GPUS.is_dir() or any(map(glob.glob, DEVICES)):
+        return None
+    return UserError(
+        "There is no sign of a GPU on this machine.",
+        where="deployment.device=cuda",
+        why=f"{needed} are needed" if (needed := gpus_needed(plan)) > 1 else "one is needed",
+        fix="; ".join(_remedies(plan, 0)),
     )
 
 

@@ -1,0 +1,260 @@
+"""Files of the user's own directories, and of a site, before Hydra composes them: what in them would be lost, or would
+end in a message that names no file.
+
+Only those that a command line chooses are looked at, with those that their defaults lists name. YAML that cannot be
+read is told elsewhere (`unreadable.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.plugins.config_source import ConfigSource
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import GrammarParseError
+from omegaconf.grammar_parser import parse as parse_value
+
+from prl.config.errors import UserError
+from prl.config.locate import SITE_GROUP, config_groups, file_of_choice, searched
+from prl.config.overrides import choices_of, nearest, parse
+from prl.config.search_path import directories
+from prl.config.unreadable import UNREADABLE
+
+GLOBAL = "# @package _global_"
+HEADER_CHARACTERS = 512  # that Hydra looks at for a header
+SAMPLE = "the lines `key: value`, for instance `seed: 1`"
+Groups = Callable[[], Set[str]]  # those in the defaults of the job, worked out if they are asked for
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """One file, and how it was chosen: `package` is what the choice itself says (`+overlay@_global_=mine`)."""
+
+    path: Path
+    group: str
+    package: str | None = None
+
+    def wrong(self, what: str, why: str, fix: str, line: int | None = None) -> UserError:
+        where = str(self.path) if line is None else f"{self.path}, line {line}"
+        return UserError(f"{self.path.name} {what}", where=where, why=why, fix=fix)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of a defaults list, as Hydra reads it: `override /algo: sync`, or the name of a file alone."""
+
+    text: str
+    written: str  # the group as it stands there, without a leading /
+    group: str  # in full
+    names: tuple[str, ...]
+    flags: frozenset[str]  # of "override", "optional", "/", "@" (it says where its keys go), "file" (a name alone)
+
+    @property
+    def fixed(self) -> str:
+        return f"- override /{self.written}: {_listed(self.names)}"
+
+
+def wrong_files(lines: Iterable[str], job_groups: Groups) -> list[UserError]:
+    """Everything wrong with the files that overrides choose."""
+    found: dict[str, UserError] = {}
+    for file in _chosen(lines):
+        for error in _of_file(file, job_groups, ()):
+            found.setdefault(error.render(), error)
+    return list(found.values())
+
+
+def _chosen(lines: Iterable[str]) -> Iterator[OwnFile]:
+    site = OwnFile(file_of_choice(SITE_GROUP, "default"), SITE_GROUP)
+    if site.path.is_file():
+        yield site
+    for override in parse(lines):
+        if not override.is_delete():
+            for choice in choices_of(override):
+                yield from _own(override.key_or_group, choice, override.package)
+
+
+def _own(group: str, choice: str, package: str | None = None) -> Iterator[OwnFile]:
+    """The file of that choice, if it is one of the user's own."""
+    group = "memory_recipe" if group == "memory" else group
+    path = file_of_choice(group, choice)
+    if any(path.is_relative_to(root) for root in directories()) and path.is_file():
+        yield OwnFile(path, group, package)
+
+
+def _of_file(file: OwnFile, job_groups: Groups, choosing: tuple[Path, ...]) -> Iterator[UserError]:
+    """choosing: the files that led here, each chosen by the one before it."""
+    if file.path in choosing:
+        circle = " -> ".join(path.name for path in (*choosing[choosing.index(file.path) :], file.path))
+        why, fix = circle, "leave one of them out of a defaults list; `_self_` stands for the file's own keys"
+        yield file.wrong("chooses itself.", why, fix)
+        return
+    try:
+        text = file.path.read_text(encoding="utf-8")
+        content = yaml.load(text, Loader=get_yaml_loader())  # which refuses a key given twice
+    except UNREADABLE:
+        return
+    if not isinstance(content, dict) and content is not None:
+        held = "a list" if isinstance(content, list) else f"nothing but {content!r}"
+        yield file.wrong("is no configuration.", f"it holds {held}, and no keys with values", SAMPLE)
+        return
+    yield from _of_header(file, text)
+    content = content or {}
+    yield from _of_values(file, content)
+    entries = content.get("defaults", [])
+    if not isinstance(entries, list):
+        fix = "defaults:, and below it a line `  - override /GROUP: CHOICE` for each"
+        yield file.wrong("has no list in `defaults`.", f"it has {entries!r} there", fix)
+        return
+    if entries.count("_self_") > 1:
+        yield file.wrong("has `_self_` twice in its defaults list.", "it has one place in the order", "leave one out")
+    for entry in entries:
+        yield from _of_entry(file, entry, job_groups, (*choosing, file.path))
+
+
+# --- where its keys go ------------------------------------------------------------------------------------------------
+
+
+def _of_header(file: OwnFile, text: str) -> Iterator[UserError]:
+    try:
+        header = ConfigSource._get_header_dict(text[:HEADER_CHARACTERS])
+    except ValueError as error:
+        yield file.wrong("has a header that Hydra cannot read.", str(error), f"write `{GLOBAL}` as its first line", 1)
+        return
+    package = file.package or header["package"] or file.group.replace("/", ".")
+    if package in ("_global_", "_group_") or package.split(".")[0] in _top_level():
+        return
+    number, written = _header_in(text)
+    if header["package"] is not None:
+        why = f"its header says so: `{written}`"
+    elif written:
+        why = f"line {number} says `{written}`, and Hydra reads a header only before all else and spelled as below"
+    else:
+        why = f"without a header they land at the name of their group: seed is {package}.seed"
+    fix = f"write `{GLOBAL}` as its first line"
+    yield file.wrong(f"puts its keys under `{package}.`, where nothing reads them.", why, fix, number)
+
+
+def _header_in(text: str) -> tuple[int | None, str]:
+    """The first line that was meant as a header, and its number."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"\s*#\s*@\w+", line):
+            return number, line.strip()
+    return None, ""
+
+
+def _top_level() -> set[str]:
+    from prl.config.schema import RunConfig  # pydantic: a command line without such files does without it
+
+    return {"hydra", *RunConfig.model_fields}
+
+
+# --- its values -------------------------------------------------------------------------------------------------------
+
+
+def _of_values(file: OwnFile, content: dict[Any, Any]) -> Iterator[UserError]:
+    for key in content:
+        if not isinstance(key, str):
+            yield file.wrong(f"has the key {key!r}, which is no name.", "keys are names", SAMPLE)
+    for key, value in _texts(content, ""):
+        try:
+            parse_value(value)
+        except GrammarParseError as error:
+            fix = f"{key}: VALUE, or `${{KEY}}` for the value of another key"
+            yield file.wrong(f"has a value that cannot be read: {key}: {value}", str(error).splitlines()[0], fix)
+
+
+def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Key and text of every value that refers to something."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _texts(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for value in node:
+            yield from _texts(value, key)
+    elif isinstance(node, str) and "${" in node:
+        yield key, node
+
+
+# --- what it chooses --------------------------------------------------------------------------------------------------
+
+
+def _of_entry(file: OwnFile, entry: Any, job_groups: Groups, choosing: tuple[Path, ...]) -> Iterator[UserError]:
+    read = _read(entry, file.group)
+    if read is None:
+        why = "an entry is the name of a file, or one group with its choice"
+        yield file.wrong(f"has {entry!r} in its defaults list.", why, "- override /GROUP: CHOICE")
+        return
+    if read.text == "_self_" or any("${" in name or name == "???" for name in (read.group, *read.names)):
+        return
+    unknown = list(_of_group(file, read, job_groups))
+    yield from unknown
+    if unknown or read.group.startswith("hydra/"):
+        return
+    for name in read.names:
+        own = list(_own(read.group, name))
+        if not own and "optional" not in read.flags and not _exists(read.group, name):
+            yield _no_choice(file, read, name)
+        for chosen in own:
+            yield from _of_file(OwnFile(chosen.path, chosen.group, "_global_"), job_groups, choosing)
+
+
+def _of_group(file: OwnFile, entry: Entry, job_groups: Groups) -> Iterator[UserError]:
+    """What is wrong with the group of an entry, whatever its choice."""
+    if "file" in entry.flags or not entry.names:
+        return
+    groups = config_groups()
+    if "/" not in entry.flags:
+        if entry.group not in groups and (entry.written in job_groups() or entry.written.startswith("hydra/")):
+            why = f"a group without / before it is sought inside of {file.group}/"
+            yield file.wrong(f"means the group {entry.written} by `{entry.text}`.", why, entry.fixed)
+    elif entry.group not in groups and not entry.group.startswith("hydra/"):
+        guess = nearest(entry.group, groups)
+        fix = f"- override /{guess}: {_listed(entry.names)}" if guess else f"one of {', '.join(groups)}"
+        yield file.wrong(f"chooses in a group that there is not: `{entry.text}`.", f"searched: {searched()}", fix)
+    elif not entry.flags & {"override", "@"} and entry.group in job_groups():
+        why = f"the job chooses {entry.group}, too, and one choice has to give way"
+        yield file.wrong(f"chooses {entry.group} without `override`.", why, entry.fixed)
+
+
+def _no_choice(file: OwnFile, entry: Entry, name: str) -> UserError:
+    choices = config_groups().get(entry.group, [])
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    fix = f"{' or '.join(close or choices[:3])} in its place" if choices else f"write {entry.group}/{name}.yaml"
+    has = f"{entry.group} has: {', '.join(choices)}" if choices else f"searched: {searched()}"
+    return file.wrong(f"chooses {entry.group}/{name}, which there is not: `{entry.text}`.", has, fix)
+
+
+def _exists(group: str, name: str) -> bool:
+    return file_of_choice("memory_recipe" if group == "memory" else group, name.removesuffix(".yaml")).is_file()
+
+
+def _read(entry: Any, group: str) -> Entry | None:
+    """Of a file of that group; None for what is no entry."""
+    if isinstance(entry, str):
+        key, _, name = entry.partition("@")[0].rpartition("/")
+        flags, names, text = ["file"], [name], entry
+        key = f"/{key.strip('/')}" if entry.startswith("/") else key
+    elif isinstance(entry, dict) and len(entry) == 1:
+        ((key, value),) = entry.items()
+        names = value if isinstance(value, list) else [] if value is None else [value]
+        if not isinstance(key, str) or not key.strip() or not all(isinstance(name, str) for name in names):
+            return None
+        *flags, last = key.split()
+        key, at, _ = last.partition("@")
+        flags, text = [*flags, at], f"{' '.join([*flags, last])}: {_listed(names)}"
+    else:
+        return None
+    written = key.strip("/")
+    in_full = written if key.startswith("/") else f"{group}/{written}".rstrip("/")
+    return Entry(text, written, in_full, tuple(names), frozenset([*flags, *("/" if key.startswith("/") else "")]))
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return (names or ["null"])[0] if len(names) < 2 else f"[{', '.join(names)}]"

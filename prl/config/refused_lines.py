@@ -1,0 +1,49 @@
+"""Overrides that Hydra reads and cannot apply, from its messages: which line, why, and the line to type instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+
+from hydra.core.override_parser.types import Override
+
+from prl.config.errors import UserError
+from prl.config.locate import config_groups
+from prl.config.overrides import choices_of, parse
+
+ALREADY = "{key} is there already, and + is for what is not"
+REASONS = {  # what Hydra says -> why; the first group is the key
+    r"Could not append to config\. An item is already at '([^']+)'": ALREADY,
+    r"Multiple values for ([\w/]+)\. ": ALREADY,
+    r"force-add of config groups is not supported: '\+\+([\w/]+)": "++ is for keys, and {key} is a group",
+    r"(?:In '[\w/]+': )?Could not override '[\w/]+@": "a group has one place in the configuration, and it is not that",
+    r"Could not override '(hydra/[\w/]+)'": "Hydra has no such group",
+    r"Could not delete from config\. The value of '([^']+)'": "what is deleted must have the value that is named",
+}
+
+
+def refused_line(message: str, lines: list[str], job_groups: Set[str]) -> UserError | None:
+    """Of one of these overrides, or of several that choose in one group; None for other messages."""
+    for pattern, why in REASONS.items():
+        met = re.match(pattern, message)
+        key = met[1] if met and met.re.groups else None
+        blamed = [o for o in parse(lines) if (o.key_or_group == key if key else o.package)] if met else []
+        if blamed:
+            group = blamed[0].key_or_group
+            where = " ".join(str(override.input_line) for override in blamed)
+            why = "a group is chosen once; several choices are a list" if len(blamed) > 1 else why.format(key=group)
+            return UserError(f"{where} cannot be applied.", where=where, why=why, fix=_instead(blamed, job_groups))
+    return None
+
+
+def _instead(blamed: list[Override], job_groups: Set[str]) -> str:
+    key = blamed[0].key_or_group
+    if blamed[0].is_delete():
+        return f"~{key}"
+    if key.startswith("hydra/"):
+        return f"leave {key} out"
+    if key not in config_groups():
+        return f"{key}={blamed[0].get_value_element_as_str()}"
+    choices = [choice for override in blamed for choice in choices_of(override)]
+    chosen = choices[0] if len(choices) == 1 else f"[{','.join(choices)}]"
+    return f"{'' if key in job_groups else '+'}{key}={chosen}"

@@ -1,0 +1,76 @@
+"""What a configuration names on the Hugging Face hub, and whether this machine has it or can ask there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from prl.config.schema import RunConfig
+from prl.config.wanted import HUB, is_path
+from prl.config.world import world_of
+
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """`kind` is the hub's: "model" or "dataset"."""
+
+    name: str
+    where: str
+    kind: str
+
+    def is_cached(self) -> bool:
+        """Whether any of it lies in a cache of this machine."""
+        from huggingface_hub import constants
+
+        folders = [Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.name.replace('/', '--')}" / "snapshots"]
+        if self.kind == "dataset":  # `datasets` keeps tables of its own: OWNER___name_in_snake_case
+            tables = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
+            owner, _, rest = self.name.rpartition("/")
+            folders += tables.glob(f"{owner}___*" if owner else f"{rest}*")
+        return any(folder.is_dir() for folder in folders)
+
+    @property
+    def fix(self) -> str:
+        option = "--repo-type=dataset " if self.kind == "dataset" else ""
+        return f"`hf download {option}{self.name}` where there is network, with the same HF_HOME"
+
+
+def names_of_hub(config: RunConfig) -> Iterator[HubName]:
+    """Of the initial weights, and of data whose place in the configuration is known here."""
+    path = config.model.path
+    if path is not None and not is_path(path) and not Path(path).is_dir() and _loads_weights(config):
+        yield HubName(path, f"model.path={path}", "model")
+    for name, source in config.env.mix.items() if config.job in ("rl", "eval") else ():
+        data = source.args.get("dataset")
+        if source.id == "hf_math" and isinstance(data, str) and "/" in data and not is_path(data):
+            yield HubName(data, f"env.mix.{name}.args.dataset={data}", "dataset")
+    data = "" if config.sft is None else config.sft.data.source
+    if "/" in data and not data.startswith(HUB) and not data.endswith(".jsonl") and not Path(data).exists():
+        yield HubName(data, f"sft.data.source={data}", "dataset")
+
+
+def _loads_weights(config: RunConfig) -> bool:
+    world = world_of(config)
+    return world.has_trainers or world.has_engines
+
+
+def out_of_reach() -> str | None:
+    """Why the hub cannot be asked from this machine; None where nothing speaks against it."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it"
+    if any(os.environ.get(name) for name in PROXIES):  # which knows more addresses than this machine
+        return None
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"{host} cannot be reached from here: {error.strerror}"
+    return None

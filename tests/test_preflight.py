@@ -1,0 +1,129 @@
+"""What this machine lacks for a run: told at once, with remedies that can be typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from prl.config import compose
+from prl.config.errors import ConfigError, UnfitMachineError, UserError
+from prl.planning import make_plan
+from prl.planning.render import render_plan
+from prl.runtime import preflight
+from prl.runtime.directory.rundir import claim
+from prl.runtime.preflight import check_machine
+from prl.runtime.process import gpus
+
+RECIPE = ["+experiment=math_qwen3_30b_a3b"]
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A machine without GPUs, without packages that prl does not bring, and without network."""
+    monkeypatch.setattr(gpus, "GPUS", tmp_path / "none")
+    monkeypatch.setattr(gpus, "DEVICES", ())
+    monkeypatch.setattr(preflight, "find_spec", lambda module: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    return tmp_path
+
+
+def lacking(*overrides: str) -> list[UserError]:
+    config = compose(list(overrides))
+    try:
+        check_machine(config, make_plan(config), starts_all=True)
+    except UnfitMachineError as several:
+        return several.violations
+    except UserError as one:
+        return [one]
+    return []
+
+
+def test_a_recipe_is_told_all_that_the_machine_lacks(bare):
+    found = lacking(*RECIPE)
+    told = [error.what for error in found]
+    for piece in (
+        "2 nodes of 8 GPUs",
+        "vLLM is not",
+        "datasets is not",
+        "math-verify is not",
+        "'Qwen/",
+        "'agentica-org/",
+    ):
+        assert sum(piece in what for what in told) == 1, (piece, told)
+    assert len(told) == 6
+    assert all(error.where and error.fix for error in found)
+    (bare / "hub/models--Qwen--Qwen3-30B-A3B/snapshots").mkdir(parents=True)
+    (bare / "datasets/agentica-org___deep_scale_r-preview-dataset").mkdir(parents=True)
+    assert len(lacking(*RECIPE)) == 4, "what lies in the caches is there"
+
+
+def test_a_recipe_of_one_node_is_told_of_gpus_too(bare):
+    told = [error.what for error in lacking("+experiment=math_qwen3_4b")]
+    assert "There is no sign of a GPU on this machine." in told
+
+
+def test_nothing_is_asked_for_where_nothing_lacks(bare, monkeypatch):
+    monkeypatch.setattr(preflight, "names_of_hub", lambda config: pytest.fail("asked for the hub"))
+    assert lacking() == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        RECIPE,
+        ["+experiment=math_qwen3_4b"],
+        ["parallelism=ep8_cp2", "memory=tight", "deployment.device=cuda"],
+        ["deployment=multi_node", "deployment.device=cuda", "weight_transport=nccl", "inference=vllm"],
+    ],
+)
+def test_what_is_offered_for_gpus_works_when_typed(bare, overrides):
+    (of_gpus,) = [error for error in lacking(*overrides) if "GPU" in error.what]
+    assert of_gpus.remedies
+    for remedy in of_gpus.remedies:
+        typed = [line for line in remedy if not line.startswith(("hydra/", "hydra."))]
+        left = lacking(*overrides, *typed)
+        assert len(typed) < len(remedy) or not any("GPU" in error.what for error in left), remedy
+    launchers = [set(remedy) for remedy in of_gpus.remedies if remedy[0] == "hydra/launcher=slurm"]
+    assert launchers == [{"hydra/launcher=slurm", "hydra.launcher.dry_run=true"}], "SLURM is not said to be here"
+
+
+def test_a_model_at_a_path_is_sought_as_a_directory(bare, monkeypatch):
+    monkeypatch.chdir(bare)
+    (bare / "outputs/run").mkdir(parents=True)
+    for name in ("/nope", "./nope", "outputs/nothing", "a/b/c"):
+        (told,) = lacking(f"model.path={name}", "warm_start=none")
+        assert told.what == f"There is no directory {(bare / name).absolute()}."
+        assert "hub" not in told.render().lower()
+    assert "outputs has run" in lacking("model.path=outputs/nothing", "warm_start=none")[0].why
+    assert lacking("model.path=Qwen/Qwen3-0.6B", "warm_start=none") == [], "a name of the hub, which the role asks"
+
+
+def test_a_run_that_is_nowhere_is_told_as_that(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, what in {
+        "nope/x": f"There is no directory {tmp_path}/nope/x",
+        "file": f"There is a file, and no directory {tmp_path}/file",
+        "empty": f"{tmp_path}/empty is no run",
+    }.items():
+        with pytest.raises(ConfigError, match=what):
+            compose([f"eval.run={tmp_path / name}"], "eval")
+
+
+def test_a_plan_tells_the_share_of_overlapping_engines():
+    shared = render_plan(make_plan(compose(["deployment=colocated_overlapped"])))
+    assert "0.4 of each device's memory (deployment.infer_memory_fraction)" in shared
+    assert "infer_memory_fraction" not in render_plan(make_plan(compose(["deployment=colocated"])))
+
+
+@pytest.mark.parametrize("place", ["there/run", "there/new/run", "there"])
+def test_a_refused_run_leaves_the_directories_that_were_there(tmp_path: Path, place):
+    (tmp_path / "there").mkdir()
+    run = claim(make_plan(compose([f"output_dir={tmp_path / place}"])))
+    run.discard()
+    run.release()
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [Path("there")]

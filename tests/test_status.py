@@ -1,0 +1,107 @@
+"""What `prl.status` and its like say of runs that are over, of strange names, and of causes that are long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from watch_directory import make_run
+
+from prl.compare.points import read_directory
+from prl.compare.ranking import compare
+from prl.compare.table import render_csv, render_json, render_text
+from prl.config import compose
+from prl.planning import make_plan
+from prl.runtime.directory.rundir import claim
+from prl.runtime.directory.status_file import StatusFile
+from prl.runtime.launch import _conclude
+from prl.runtime.process.failures import Failure
+from prl.runtime.process.signals import StopSignals
+from prl.runtime.supervisor import Outcome
+from prl.status import WHY_WIDTH, render
+from prl.watch.store import Store
+
+ODD = [b"a\nb", b"\xff\xfe", "ü\u2028\x1b[2J".encode()]
+
+
+def change_status(run: Path, **values: object) -> None:
+    found = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(found | values))
+
+
+def test_names_and_labels_of_any_bytes_are_lines_of_a_table(tmp_path: Path) -> None:
+    for name in ODD:
+        make_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/s/" + name)), {"lr": os.fsdecode(name), "seed": "1"})
+    table, _ = render(tmp_path / "s")
+    assert len(table.split("\n")) == 1 + len(ODD)
+    assert "a\\nb" in table
+    assert "\\udcff\\udcfe" in table
+    comparison = compare("s", read_directory(tmp_path / "s"), "steps")
+    for text in (table, render_text(comparison), render_csv(comparison), render_json(comparison)):
+        text.encode()
+        assert all(line.isprintable() for line in text.split("\n"))
+    assert len(render_csv(comparison).splitlines()) == 1 + len(ODD)
+    whole, _ = render(Path(os.fsdecode(os.fsencode(tmp_path) + b"/s/" + ODD[0])))
+    assert "a\\nb: done" in whole
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped", "running"])  # nobody holds the lock: it is lost
+def test_no_process_outlives_its_run(tmp_path: Path, state: str) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"}, state=state)
+    roles = {"wandb": {"pid": 7, "state": "starting", "exit": None}, "env/a": {"pid": 8, "state": "exited", "exit": 0}}
+    change_status(run, roles=roles)
+    text, _ = render(run)
+    assert "wandb                ended (process 7)" in text
+    assert "env/a                exited with exit code 0 (process 8)" in text
+    assert Store(tmp_path).overview()["runs"][0]["roles"] == {"wandb": "ended", "env/a": "exited"}
+
+
+def test_a_long_cause_is_whole_in_the_runs_own_view(tmp_path: Path) -> None:
+    run, cause = make_run(tmp_path / "s/run", {"seed": "1"}), "w" * 3 * WHY_WIDTH
+    change_status(run, state="failed", failure={"class": "code", "role": "trainer/0", "message": cause})
+    assert cause in render(run)[0]
+    assert max(map(len, render(tmp_path / "s")[0].split("  "))) <= WHY_WIDTH
+    assert render(tmp_path / "s")[0].endswith("w…")
+
+
+def test_engines_that_are_left_out_are_in_the_status_and_on_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"}, state="running")
+    change_status(run, lost_engines={"http://a": "no answer"})
+    assert "engine http://a is left out: no answer" in render(run)[0]
+    assert "engines left out: http://a" in render(tmp_path / "s")[0]
+    assert Store(tmp_path).overview()["runs"][0]["lost_engines"] == {"http://a": "no answer"}
+
+
+def told_to_stop() -> StopSignals:
+    signals = StopSignals()
+    signals.hear(signal.SIGTERM, 1, None)
+    return signals
+
+
+def test_a_point_that_was_stopped_names_a_command_that_takes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(["warm_start=none", f"output_dir={tmp_path / 's/point'}"])
+    plan = make_plan(config.model_copy(update={"sweep": "s"}))
+    run_dir = claim(plan)
+    _conclude(plan, run_dir, Outcome("stopped", 5), told_to_stop())
+    run_dir.release()
+    said = capsys.readouterr().out
+    assert said.endswith(f"command resumes; for this point alone: python -m prl.runtime.agent {run_dir.path}\n")
+    assert "output_dir=" not in said
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped", "done"])
+def test_the_end_names_alarms_that_were_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str) -> None:
+    plan = make_plan(compose(["warm_start=none", f"output_dir={tmp_path / 'run'}"]))
+    run_dir = claim(plan)
+    status = StatusFile(run_dir.path, plan.point_id, "rl", "rl", 9)
+    alarm = {"kind": "no_signal", "since": 3, "message": "all rewards are the same"}
+    status.update(state=state, step=5, alarms=[alarm])
+    failure = Failure("code", "trainer/0", 0, 0, "oh no", "") if state == "failed" else None
+    _conclude(plan, run_dir, Outcome(state, 5, failure), told_to_stop())  # type: ignore[arg-type]
+    run_dir.release()
+    assert "alarm no_signal was on at the end, since step 3: all rewards are the same" in capsys.readouterr().err
