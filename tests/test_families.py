@@ -9,11 +9,16 @@ from families import SIZES, family_card, reference, reference_logits
 from safetensors.torch import load_file
 from tiny import VOCAB, random_model
 
+from prl.config import compose
 from prl.config.cards import card_to_hf_config, facts_of
+from prl.config.families import FAMILIES
+from prl.config.locate import config_groups
 from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.families.build import build_decoder
 from prl.models.layers.packed_attention import packed_attention
+from prl.planning.model_size import parameter_count
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 1, 23)
@@ -86,3 +91,38 @@ def test_the_card_is_read_from_config_json(family, tmp_path):
         facts = facts_of(said)
         assert {key: getattr(card, key) for key in facts} == facts
         assert type(card)(**facts, ac_targets=card.ac_targets) == card
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {  # billions, as model cards on the hub say; without layers that predict further tokens
+    "qwen3_0_6b": 0.6,
+    "qwen3_1_7b": 1.7,
+    "qwen3_4b": 4.0,
+    "qwen3_4b_instruct": 4.0,
+    "qwen3_30b_a3b": 30.5,
+    "qwen3_30b_a3b_thinking": 30.5,
+    "qwen3_235b_a22b": 235,
+    "llama_3_1_8b": 8.03,
+    "glm_4_5_air": 106,
+    "minimax_m2": 229,
+}
+CARDS = [name for name in config_groups()["model"] if name != "auto"]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_shipped_cards_build_and_have_the_published_size(name):
+    card = compose([f"model={name}"]).model.card
+    with torch.device("meta"):
+        count = sum(param.numel() for param in build_decoder(card).parameters())
+    assert parameter_count(card) == count
+    assert card.ac_targets == FAMILIES[card.family].ac_targets
+    if not name.startswith("tiny_"):
+        assert count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_counted(name):
+    card = family_card(name)
+    with torch.device("meta"):
+        assert parameter_count(card) == sum(param.numel() for param in build_decoder(card).parameters())

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from prl.config.schema_model import CpStyle, FamilyName
 
@@ -31,6 +31,9 @@ class Family:
     builds: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NOTHING)
     writes: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # what engines want to read besides
     dense_first: bool = False  # config.json counts the dense layers, which are the first (first_k_dense_replace)
+    qk_norm: Literal["none", "head", "all"] = "head"  # where the card has norms of queries and keys
+    output_bias: bool = False  # attention_bias is of o_proj, too
+    corrected: bool = False  # checkpoints have a correction of the router's choice
     cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
     ac_targets: tuple[str, ...] = GATED_DENSE
 
@@ -48,6 +51,8 @@ FAMILIES: Mapping[str, Family] = {
         "LlamaForCausalLM",
         has=("attention_bias", "rope_scaling"),
         always={"use_qk_norm": False},
+        qk_norm="none",
+        output_bias=True,
         builds={**SILU, "mlp_bias": (False,)},
     ),
     "qwen3": Family(
@@ -70,6 +75,7 @@ FAMILIES: Mapping[str, Family] = {
         builds={**SILU, **SIGMOID},
         writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         dense_first=True,
+        corrected=True,
         ac_targets=GATED_EXPERTS,
     ),
     "minimax_m2": Family(
@@ -78,6 +84,8 @@ FAMILIES: Mapping[str, Family] = {
         keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
         builds={**SILU, "scoring_func": ("sigmoid",), "qk_norm_type": ("per_layer",), "use_qk_norm": (True,)},
         writes={"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+        qk_norm="all",
+        corrected=True,
         ac_targets=GATED_EXPERTS,
     ),
 }

@@ -98,8 +98,8 @@ def check_head(model: Decoder) -> None:
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
-    """Normal(0, std) for matrices, ones for norms, without a copy of the model anywhere."""
+def draw_weights(model: Decoder, seed: int, std: float = 0.02) -> None:
+    """Normal(0, std) for matrices, ones for norms, no corrections of routers, without a copy of the model anywhere."""
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
         generator = torch.Generator(local.device).manual_seed(seed)
@@ -107,6 +107,8 @@ def draw_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
             local.fill_(1.0)
         else:
             local.normal_(0.0, std, generator=generator)
+    for buffer in model.checkpoint_buffers().values():
+        buffer.zero_()
 
 
 def apply_expert_parallelism(model: Decoder, parallelism: ParallelismConfig, world: World) -> None:

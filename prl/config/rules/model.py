@@ -112,6 +112,12 @@ def expert_groups_are_even(config: RunConfig, world: World) -> Iterator[UserErro
         )
 
 
+def is_corrected(config: RunConfig) -> bool:
+    """Whether checkpoints, and so engines, have the bias of the router's choice."""
+    family = FAMILIES.get(config.model.card.family)
+    return family is not None and family.corrected
+
+
 random_model_names_its_tokenizer = Refuse(
     lambda c, w: c.model.path is None and c.model.tokenizer is None,
     "The model has neither a checkpoint nor a tokenizer.",
@@ -154,7 +160,7 @@ router_bias_has_a_router = first_of(
         fix="model.router_bias_update_rate=0",
     ),
     Refuse(
-        lambda c, w: w.has_engines,
+        lambda c, w: w.has_engines and not is_corrected(c),
         "The engines would choose other experts than the trainer.",
         where="{model.router_bias_update_rate=}",
         why="the router's bias is no part of Hugging Face checkpoints, so engines sample without it; and where the "

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from prl.config.errors import UserError
 from prl.config.hub import repair
 from prl.config.schema import ModelCard
-from prl.models.adapters.lora import is_adapter
+from prl.models.adapters.lora import cast_parameters, is_adapter
 from prl.models.families.build import build_decoder
 from prl.models.layers.decoder import Decoder
 from prl.models.names.region import Region
@@ -30,9 +30,10 @@ def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.de
     """The whole model on one device, in eval mode (inference)."""
     with torch.device("meta"):
         model = build_decoder(card)
-    model = model.to(dtype).to_empty(device=device)
+    cast_parameters(model, dtype, requires_grad=False)  # corrections of routers stay in float32
+    model.to_empty(device=device)
     load_checkpoint(model, path)
-    return model.requires_grad_(False).eval()
+    return model.eval()
 
 
 def load_checkpoint(model: Decoder, path: Path, params: Mapping[str, Tensor] | None = None) -> None:
