@@ -16,6 +16,7 @@ from prl.models.families.build import build_decoder
 from prl.models.layers.packed_attention import packed_attention
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.commands import render_commands
+from prl.planning.model_size import parameter_count
 from prl.runtime.process.environment import child_environment
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.optim import build_optimizers, lr_factor
@@ -26,6 +27,7 @@ def observe(config: RunConfig) -> dict[str, Any]:
     plan = make_plan(config)
     warm = warm_start_plan(plan)
     seen = {
+        "size": parameter_count(config.model.card),
         "layout": (plan.mesh, plan.roles, plan.num_nodes, plan.gpus_per_node),
         "commands": render_commands(plan),
         "environment": child_environment(plan, plan.roles[-1], "marker"),
@@ -36,7 +38,7 @@ def observe(config: RunConfig) -> dict[str, Any]:
         "warm start": None if warm is None else (warm.mesh, warm.config.max_steps, warm.config.seq_len),
         "warm start optim": None if warm is None else optimizer_of(warm.config.optim),
     }
-    if config.model.card.hidden_size < 512:
+    if config.model.card.is_native and config.model.card.hidden_size < 512:
         seen["logits"] = logits_of(config)
     return seen
 

@@ -40,8 +40,7 @@ def warm_start_key(config: RunConfig) -> str:
     assert config.warm_start is not None, "a run without warm start has no key"
     model = config.model.model_dump(mode="json", exclude={"name": True, "attn": True, "card": UNTRAINED})
     is_watched = config.warm_start.target_val_loss > 0
-    apart = {"when"} if is_watched else {"when", "val_interval", "val_rows"}
-    stage = config.warm_start.model_dump(mode="json", exclude=apart)
+    stage = config.warm_start.model_dump(mode="json", exclude=None if is_watched else {"val_interval", "val_rows"})
     return short_hash({"model": model, "warm_start": stage})
 
 

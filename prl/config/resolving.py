@@ -21,8 +21,6 @@ from prl.config.overrides import all_keys, unknown_key
 from prl.config.rules import violations
 from prl.config.schema import Group, RunConfig, WarmStartConfig
 
-WHEN = "warm_start.when"
-
 
 def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
     """Validate types, then all cross-group rules.
@@ -66,15 +64,13 @@ def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
 
 
 def settle_warm_start(config: RunConfig) -> RunConfig:
-    """`warm_start.when=random_weights`: a checkpoint that others have trained begins as it is."""
-    stage = config.warm_start
-    if stage is None or stage.when == "always":
+    """warm_start=auto: a checkpoint that others have trained begins as it is, unless keys of a warm start are said."""
+    if config.warm_start is None or config.model.path is None or config.choices.get("warm_start") != "auto":
         return config
-    keys = [key for key in schema_keys(WarmStartConfig, "warm_start.") if key != WHEN and not is_group(key)]
-    asked = any(said_by_user(config, key) for key in keys)
-    wanted = config.model.path is None or asked
-    settled = stage.model_copy(update={"when": "always"}) if wanted else None
-    return config.model_copy(update={"warm_start": settled})
+    keys = [key for key in schema_keys(WarmStartConfig, "warm_start.") if not is_group(key)]
+    if any(said_by_user(config, key) for key in keys):
+        return config
+    return config.model_copy(update={"warm_start": None})
 
 
 def unresolved(error: OmegaConfBaseException) -> UserError:

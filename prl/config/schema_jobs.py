@@ -75,8 +75,6 @@ class WarmStartConfig(SftConfig):
     """Group `warm_start` of `prl.rl`: supervised steps before the first rollout, cached."""
 
     seed: Seed = 0  # of its own: runs with other seeds begin with the same policy, and share what was trained
-    # random_weights: only of models that are made here, unless keys of it are said; afterwards it is always
-    when: Literal["always", "random_weights"] = "always"
 
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------
