@@ -20,11 +20,11 @@ from tiny import VOCAB, moe_card, random_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from prl.models.attention import packed_attention
-from prl.models.qwen3 import Attend
-from prl.trainer import ring_attention
-from prl.trainer.context_parallel import ContextGroup, context_attention, shard_row, sum_over_context
-from prl.trainer.head import logprob_head
+from prl.models.layers.attention import Attend
+from prl.models.layers.packed_attention import packed_attention
+from prl.trainer.context import ring_attention
+from prl.trainer.context.parallel import ContextGroup, context_attention, shard_row, sum_over_context
+from prl.trainer.head.head import logprob_head
 
 TESTS = Path(__file__).parent
 

@@ -16,10 +16,10 @@ from trainer_ranks import Job, build_policy, job_config, job_mesh, rows_of, save
 from trainer_ranks import train_step as plain_step
 
 from prl.config.schema import OptimConfig
-from prl.models.all_to_all_dispatch import AllToAllDispatch
-from prl.models.deepep_dispatch import DeepEPDispatch
-from prl.models.expert_dispatch import LocalDispatch
-from prl.models.moe import Experts
+from prl.models.experts.all_to_all import AllToAllDispatch
+from prl.models.experts.deepep import DeepEPDispatch
+from prl.models.experts.dispatch import LocalDispatch
+from prl.models.experts.stacked import Experts
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.policy import Policy, seed_everything

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from prl.models.tokenizer import byte_characters
+from prl.models.text.tokenizer import byte_characters
 
 
 class Files(Protocol):

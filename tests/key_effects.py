@@ -12,10 +12,11 @@ from launch.points import Point
 from launch.settings import LauncherSettings
 from launch.shapes import Shape
 from prl.config.schema import OptimConfig, RunConfig, SamplingConfig
-from prl.models.attention import packed_attention
-from prl.models.qwen3 import Qwen3Model
+from prl.models.families.build import build_decoder
+from prl.models.layers.packed_attention import packed_attention
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.commands import render_commands
+from prl.planning.model_size import parameter_count
 from prl.runtime.process.environment import child_environment
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.optim import build_optimizers, lr_factor
@@ -26,6 +27,7 @@ def observe(config: RunConfig) -> dict[str, Any]:
     plan = make_plan(config)
     warm = warm_start_plan(plan)
     seen = {
+        "size": parameter_count(config.model.card),
         "layout": (plan.mesh, plan.roles, plan.num_nodes, plan.gpus_per_node),
         "commands": render_commands(plan),
         "environment": child_environment(plan, plan.roles[-1], "marker"),
@@ -36,7 +38,7 @@ def observe(config: RunConfig) -> dict[str, Any]:
         "warm start": None if warm is None else (warm.mesh, warm.config.max_steps, warm.config.seq_len),
         "warm start optim": None if warm is None else optimizer_of(warm.config.optim),
     }
-    if config.model.card.hidden_size < 512:
+    if config.model.card.is_native and config.model.card.hidden_size < 512:
         seen["logits"] = logits_of(config)
     return seen
 
@@ -72,7 +74,7 @@ def loss_of(config: RunConfig) -> list[float]:
 def logits_of(config: RunConfig) -> list[float]:
     """Of the model as its checkpoint begins, with the weights of a larger spread, so that every part counts."""
     card = config.model.card
-    model = Qwen3Model(card)
+    model = build_decoder(card)
     model.init_weights(torch.Generator().manual_seed(config.model.init_seed), 0.1)
     ids = torch.arange(12) % card.vocab_size
     with torch.no_grad():

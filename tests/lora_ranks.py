@@ -17,10 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prl.config.schema import LoraConfig
-from prl.models.adapters import export_adapter, import_adapter
-from prl.models.all_to_all_dispatch import AllToAllDispatch
-from prl.models.lora import apply_lora, copy_shard, init_adapters, is_adapter, merged_parameters
-from prl.models.qwen3 import Qwen3Model
+from prl.models.adapters.lora import apply_lora, copy_shard, init_adapters, is_adapter, merged_parameters
+from prl.models.adapters.peft import export_adapter, import_adapter
+from prl.models.experts.all_to_all import AllToAllDispatch
+from prl.models.families.build import build_decoder
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA = {
@@ -47,7 +47,7 @@ def lora_model(kind, seed=SEED, trained=True, dtype=torch.float32, lora=None):
 def sharded_model(kind, dtype, mesh: DeviceMesh):
     """From the meta device; mesh: efsdp x ep."""
     with torch.device("meta"):
-        model = Qwen3Model(CARDS[kind]())
+        model = build_decoder(CARDS[kind]())
     stacks = [layer.mlp.experts for layer in model.layers] if kind == "moe" else []
     for experts in stacks:
         for name, param in list(experts.named_parameters(recurse=False)):

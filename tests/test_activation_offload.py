@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from prl.config.schema import ActivationCheckpointing, ActivationOffloading
-from prl.models.attention import packed_attention
-from prl.models.hf_causal_lm import build_hf_model
-from prl.trainer.activation_offload import apply_activation_offload
-from prl.trainer.recompute import apply_checkpointing
+from prl.models.families.hf_causal_lm import build_hf_model
+from prl.models.layers.packed_attention import packed_attention
+from prl.trainer.memory.activation_offload import apply_activation_offload
+from prl.trainer.memory.recompute import apply_checkpointing
 
 LAYERS = 6
 CARDS = {"dense": dense_card, "moe": moe_card}

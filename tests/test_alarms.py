@@ -19,7 +19,7 @@ from prl.planning.planner import make_plan
 from prl.runtime.directory.status_file import EMPTY
 from prl.runtime.people.view import RunView
 from prl.status import render_run
-from prl.trainer.guard import SAMPLED, sample_weights
+from prl.trainer.loops.guard import SAMPLED, sample_weights
 
 WINDOW = 4
 HEALTHY = {

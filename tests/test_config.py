@@ -18,6 +18,7 @@ NEEDS = {
     "data=jsonl": ["sft.data.source=x.jsonl"],
     "data=hf": ["sft.data.source=owner/name"],
     "env=verifiers": ["env.id=x"],
+    "model=auto": [f"model.path={Path(__file__).parent / 'card_only'}"],
     "weight_transport=ipc": ["deployment=colocated"],
     "weight_transport=lora": ["inference=vllm", "memory=lora"],
 }

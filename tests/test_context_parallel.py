@@ -9,10 +9,10 @@ from context_ranks import Case, attention_inputs, run_attention, run_ranks, trai
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prl.models.attention import packed_attention
-from prl.models.attention_kernels import varlen_backward, varlen_forward
-from prl.trainer.context_parallel import ContextGroup, shard_row
-from prl.trainer.ring_attention import block_of, zigzag_layout
+from prl.models.layers.attention_kernels import varlen_backward, varlen_forward
+from prl.models.layers.packed_attention import packed_attention
+from prl.trainer.context.parallel import ContextGroup, shard_row
+from prl.trainer.context.ring_attention import block_of, zigzag_layout
 
 CPU = torch.device("cpu")
 PACKINGS = ((7, 20, 1, 3), (1,), (37,), (2, 2, 1, 9), (8, 16))

@@ -18,7 +18,7 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.envs.checks import Nonsense, check_messages, check_number, check_reward, check_tasks, check_tools
 from prl.envs.protocol import Score, Task, user
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.failure_log import KEPT, MAX_BYTES, FailureLog
 from prl.orchestrator.producer import Producer

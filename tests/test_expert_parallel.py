@@ -13,11 +13,12 @@ from trainer_ranks import Job
 
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
-from prl.models.all_to_all_dispatch import Route
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import hf_tensors
-from prl.models.expert_dispatch import LocalDispatch, collect, sort_by_expert, spread
-from prl.models.moe import Experts, route
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.experts.all_to_all import Route
+from prl.models.experts.dispatch import LocalDispatch, collect, sort_by_expert, spread
+from prl.models.experts.routing import route
+from prl.models.experts.stacked import Experts
+from prl.models.layers.packed_attention import packed_attention
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.preflight import check_machine
 from prl.trainer.expert_balance import ExpertBalance

@@ -6,8 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prl.models.attention import packed_attention
-from prl.models.fp8 import (
+from prl.models.experts.stacked import Experts
+from prl.models.fp8.cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks, restore_blocks, restore_rows
+from prl.models.fp8.format import BLOCK
+from prl.models.fp8.groups import group_rows
+from prl.models.fp8.linears import (
     Fp8Attention,
     Fp8DenseMLP,
     Fp8Experts,
@@ -16,10 +19,7 @@ from prl.models.fp8 import (
     fp8_linears,
     fp8_linears_backward,
 )
-from prl.models.fp8_cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks, restore_blocks, restore_rows
-from prl.models.fp8_format import BLOCK
-from prl.models.fp8_groups import group_rows
-from prl.models.moe import Experts
+from prl.models.layers.packed_attention import packed_attention
 
 EPS = 2**-4  # half the distance of neighbouring e4m3 values, relative to them
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from prl.models import fp8_experts
-from prl.models.fp8_cast import cast, cast_blocks, join_blocks, restore_rows
-from prl.models.fp8_format import Scaled
-from prl.models.fp8_gemm import multiply_group_columns
-from prl.models.fp8_groups import group_rows
+from prl.models.fp8 import experts as fp8_experts
+from prl.models.fp8.cast import cast, cast_blocks, join_blocks, restore_rows
+from prl.models.fp8.format import Scaled
+from prl.models.fp8.gemm import multiply_group_columns
+from prl.models.fp8.groups import group_rows
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU with e4m3"

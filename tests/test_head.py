@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prl.trainer.head import logprob_head
+from prl.trainer.head.head import logprob_head
 
 
 def run(chunk, tokens=23, picked=17, vocab=29, temperature=0.7, entropy_coef=0.3, dtype=torch.float64, seed=0):

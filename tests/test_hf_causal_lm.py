@@ -13,14 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import ModelCard, OptimConfig
-from prl.models import hf_names
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import check_card, copy_tokenizer, hf_tensors, load_checkpoint, read_tensors, save_checkpoint
-from prl.models.hf_causal_lm import HFCausalLM, build_hf_model
-from prl.models.hf_names import checkpoint_regions
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import load_checkpoint, read_tensors
+from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
+from prl.models.families.hf_causal_lm import HFCausalLM, build_hf_model
+from prl.models.layers.packed_attention import packed_attention
+from prl.models.names import transformers as hf_names
+from prl.models.names.transformers import checkpoint_regions
 from prl.planning.run_plan import MeshPlan
 from prl.trainer import parallelize
-from prl.trainer.activation_offload import apply_activation_offload
+from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.optim import build_optimizers
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import build_world

@@ -13,7 +13,7 @@ from tiny import byte_tokenizer
 
 from prl.inference import engine as engine_module
 from prl.inference.chat_route import parse_messages, render
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 
 CHAT = "/v1/chat/completions"
 WITH_CALLS = (

@@ -13,9 +13,9 @@ from prl.inference.engine import TorchEngine
 from prl.inference.isolation import MAX_FAILED_STEPS
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request, Sequence
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import hf_tensors, save_checkpoint
-from prl.models.moe import RoutingRecorder
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.packed_attention import packed_attention
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

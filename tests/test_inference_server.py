@@ -16,8 +16,9 @@ from inference_server import CONTROL, LIMIT_S, TOKEN, Client, running_server, sl
 from jinja2 import TemplateError
 from weight_updates import published, update, weights
 
-from prl.models.chat import ChatRenderer
-from prl.models.qwen3 import Qwen3Model
+from prl.models.families.build import build_decoder
+from prl.models.layers.decoder import Decoder
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_watch import parse_loads
 from prl.transport.weights import FilesystemPublisher, Publisher, SharedMemoryPublisher
@@ -412,13 +413,13 @@ def swap(client: Client, publisher: Publisher, paused: bool) -> None:
         assert (old["version"], old["start"]) == (before, 0)
         assert (new["version"], new["start"], new["end"]) == (version, old["end"], 240)
     fresh = client.generate("b", token_ids=[5, 6, 7], max_tokens=1, temperature=0).body["choices"][0]
-    model = Qwen3Model(client.ctx.plan.config.model.card)
+    model = build_decoder(client.ctx.plan.config.model.card)
     model.init_weights(torch.Generator().manual_seed(int(version)))
     assert fresh["token_ids"] == [greedy(model, [5, 6, 7])]
 
 
-def greedy(model: Qwen3Model, ids: list[int]) -> int:
-    from prl.models.attention import packed_attention
+def greedy(model: Decoder, ids: list[int]) -> int:
+    from prl.models.layers.packed_attention import packed_attention
 
     with torch.no_grad():
         attend = packed_attention([len(ids)], torch.device("cpu"))
@@ -465,7 +466,7 @@ def test_level_2_sleep_refuses_to_generate_until_weights_come(client: Client) ->
     waiting = client.start_generate("a", temperature=0, max_tokens=1, token_ids=[5, 6, 7])
     client.until("num_requests_waiting", 1)  # no KV cache yet
     assert client.post("/wake_up?tags=kv_cache").body["status"] == "awake"
-    model = Qwen3Model(client.ctx.plan.config.model.card)
+    model = build_decoder(client.ctx.plan.config.model.card)
     model.init_weights(torch.Generator().manual_seed(1))
     assert waiting.result().body["choices"][0]["token_ids"] == [greedy(model, [5, 6, 7])]
 

@@ -14,7 +14,7 @@ from weight_updates import published, update, weights
 from prl.config.errors import UserError
 from prl.inference import server
 from prl.inference.isolation import MAX_FAILED_STEPS
-from prl.models.checkpoint import random_checkpoint
+from prl.models.checkpoints.sources import random_checkpoint
 from prl.transport.weights import SharedMemoryPublisher
 
 OVERRIDES = ["inference.return_routed_experts=true", "inference.api_key_var=PRL_TEST_KEY", "inference.max_num_seqs=32"]

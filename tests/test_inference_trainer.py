@@ -13,7 +13,8 @@ from prl.inference.engine import TorchEngine
 from prl.inference.isolation import MAX_FAILED_STEPS, BrokenWeights
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request, Sequence
-from prl.models.checkpoint import hf_tensors, load_model
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.writing import hf_tensors
 from prl.planning.run_plan import MeshPlan
 from prl.trainer.losses import mismatch_kl
 from prl.trainer.policy import Policy

@@ -22,7 +22,7 @@ from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request, Sequence
 from prl.inference.server import build_app, eos_token_ids
 from prl.inference.worker import EngineUnavailable, EngineWorker
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.transport.sources import WeightSource
 
 KEY = {"Authorization": "Bearer key"}

@@ -13,13 +13,13 @@ from watch_directory import make_rollout
 
 from prl.config.schema import RolloutsConfig
 from prl.metrics import rollouts as files
-from prl.models.chat import ChatRenderer
-from prl.models.tokenizer import save_byte_tokenizer
+from prl.models.text.chat import ChatRenderer
+from prl.models.text.tokenizer import save_byte_tokenizer
 from prl.orchestrator.kept_rollouts import OF_A_GROUP, OF_A_TASK, TOKENS_OF_A_STEP, KeptRollouts
 from prl.orchestrator.producer import StepGroups
 from prl.orchestrator.rollout import FailedRollout, Group
 from prl.runtime.directory.files import read_objects
-from prl.trainer.kept_logp import KeptLogp
+from prl.trainer.loops.kept_logp import KeptLogp
 from prl.trainer.policy import TokenStats
 from prl.watch.rollout_index import RolloutIndex
 

@@ -15,7 +15,7 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import ConcurrencyConfig, EvalConfig, SamplingConfig
 from prl.envs.protocol import Score
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator import neighbours
 from prl.orchestrator.concurrency import Limiter
 from prl.orchestrator.engine_watch import EngineWatch

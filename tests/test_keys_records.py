@@ -9,7 +9,7 @@ from runtime_tree import Start, start
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.metrics.wandb_mirror import run_settings
-from prl.models.tokenizer import load_tokenizer
+from prl.models.text.tokenizer import load_tokenizer
 from prl.planning import make_plan
 from prl.planning.run_plan import plan_to_json
 from prl.runtime.process.child import Boot, _run
@@ -126,7 +126,7 @@ def test_tokenizers_are_where_told(tmp_path):
 
 def test_impl_and_family_choose_whose_code_runs():
     names = [type(build_meta(compose([f"model.impl={impl}"]), None)).__name__ for impl in ("custom", "hf")]
-    assert names[0] == "Qwen3Model" != names[1]
+    assert names[0] == "Qwen3" != names[1]
     other = compose(["model=tiny_qwen3", "model.card.family=other", "inference=vllm", "model.path=/a/checkpoint"])
     with pytest.raises(UserError, match="A model of another family needs its config"):
         build_meta(other, None)

@@ -11,7 +11,7 @@ from runs import rows
 from prl.config import compose
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.run_plan import MeshPlan
-from prl.trainer.sft_loop import SftTrainer
+from prl.trainer.loops.sft_loop import SftTrainer
 from prl.trainer.world import build_world
 
 SMALL = ["max_steps=3", "sft.batch_size=2", "seq_len=64", "sft.val_rows=2", "sft.val_interval=0", "ckpt=none",

@@ -16,15 +16,16 @@ from trainer_ranks import Job, build_policy, rows_of, train_step
 from prl.bench.baseline import Baseline
 from prl.bench.trainer import TrainerBench
 from prl.config import compose
-from prl.models.checkpoint import random_checkpoint
-from prl.models.lora import LoraLinear
+from prl.models.adapters.lora import LoraLinear
+from prl.models.checkpoints.sources import random_checkpoint
 from prl.planning.run_plan import MeshPlan
-from prl.trainer import checkpoint, publishing
+from prl.trainer import checkpoint
 from prl.trainer import policy as policy_module
+from prl.trainer.loops import publishing
+from prl.trainer.loops.rl_step import backward_rl
+from prl.trainer.loops.saving import Saving
 from prl.trainer.parallelize import apply_expert_parallelism, expert_modules
 from prl.trainer.policy import context_group, seed_everything
-from prl.trainer.rl_step import backward_rl
-from prl.trainer.saving import Saving
 from prl.trainer.world import build_world
 from prl.transport.packing import Document, build_micro_batch
 
@@ -110,7 +111,7 @@ def test_layers_are_compiled_where_told_so(policy_of, enabled):
 
 
 def test_saved_tensors_wait_on_the_host_but_for_so_many_layers(policy_of, monkeypatch):
-    from prl.trainer import activation_offload
+    from prl.trainer.memory import activation_offload
 
     made = []
     monkeypatch.setattr(activation_offload.ActivationOffload, "wrap", lambda self, i, layer: made.append(self.limit))
@@ -157,7 +158,7 @@ def test_adapters_are_where_lora_says(policy_of):
 def test_fp8_takes_the_place_of_linears(world, model_path):
     for kind, expected in (("none", False), ("emulated", True)):
         model = build_policy(Job(model_path, overrides=[f"model.fp8={kind}"]), world).model
-        assert any(type(module).__module__ == "prl.models.fp8" for module in model.modules()) == expected
+        assert any(type(module).__module__ == "prl.models.fp8.linears" for module in model.modules()) == expected
 
 
 # --- kernels, parallelism ---------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_points_one_after_another_run_the_code_of_their_submission(tmp_path):
     while not list(source.glob("outputs/sweeps/s/*/status.json")):
         assert process.poll() is None, process.communicate()[0].decode()
         time.sleep(0.05)
-    for name in ("prl/trainer/rl_loop.py", "prl/orchestrator/loop.py", "shout.py", "prl/runtime/agent.py"):
+    for name in ("prl/trainer/loops/rl_loop.py", "prl/orchestrator/loop.py", "shout.py", "prl/runtime/agent.py"):
         with (source / name).open("a") as file:
             file.write("\nraise SystemExit('edited')\n")
     output = process.communicate(timeout=240)[0].decode()

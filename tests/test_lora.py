@@ -16,18 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from prl.config.errors import UserError
 from prl.config.schema import ActivationCheckpointing, ActivationOffloading, LoraConfig, OptimConfig
-from prl.models.adapters import export_adapter, import_adapter
-from prl.models.checkpoint import hf_tensors, save_checkpoint
-from prl.models.expert_dispatch import LocalDispatch
-from prl.models.lora import LoraLinear, apply_lora, is_adapter, merge, merged_parameters
-from prl.models.qwen3 import Qwen3Model
-from prl.trainer.activation_offload import apply_activation_offload
+from prl.models.adapters.lora import LoraLinear, apply_lora, is_adapter, merge, merged_parameters
+from prl.models.adapters.peft import export_adapter, import_adapter
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.experts.dispatch import LocalDispatch
+from prl.models.families.build import build_decoder
+from prl.trainer.memory.activation_offload import apply_activation_offload
+from prl.trainer.memory.recompute import apply_checkpointing
 from prl.trainer.optim import build_optimizers
-from prl.trainer.recompute import apply_checkpointing
 
 
 def merged_model(model):
-    whole = Qwen3Model(model.card)
+    whole = build_decoder(model.card)
     whole.load_state_dict(dict(merged_parameters(model)))
     return whole
 
@@ -210,7 +210,7 @@ def test_peft_reads_the_adapter_to_the_same_logits(exported, kind):
 
 
 def single_document(length):
-    from prl.models.attention import packed_attention
+    from prl.models.layers.packed_attention import packed_attention
 
     return packed_attention([length], torch.device("cpu"))
 

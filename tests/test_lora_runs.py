@@ -15,13 +15,13 @@ from trainer_ranks import Job, build_policy, run_job, run_ranks, train_step
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import load_model
-from prl.models.lora import is_adapter
+from prl.models.adapters.lora import is_adapter
+from prl.models.checkpoints.reading import load_model
+from prl.models.layers.packed_attention import packed_attention
 from prl.planning import warm_start_key, warm_start_plan
 from prl.planning.planner import make_plan
 from prl.planning.run_plan import MeshPlan
-from prl.trainer.export import base_name, export_policy
+from prl.trainer.loops.export import base_name, export_policy
 from prl.trainer.parallelize import build_model
 from prl.trainer.policy import Policy
 from prl.trainer.world import build_world

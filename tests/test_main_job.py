@@ -11,8 +11,8 @@ from runs import rows, run
 from transformers import AutoModelForCausalLM
 
 from prl.config import compose
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import load_model
+from prl.models.checkpoints.reading import load_model
+from prl.models.layers.packed_attention import packed_attention
 
 pytestmark = pytest.mark.slow
 

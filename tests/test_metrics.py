@@ -14,10 +14,11 @@ import pytest
 
 from prl.config import compose
 from prl.config.schema import ModelCard
-from prl.metrics.mfu import active_params, packed_flops, utilisation
+from prl.metrics.mfu import packed_flops, utilisation
 from prl.metrics.reader import Tail, read_rows, truncate_rows
 from prl.metrics.wandb_mirror import Feed, chart, choose_mode, run_settings
 from prl.metrics.writer import MetricsWriter, metrics_path
+from prl.planning.model_size import active_parameters
 from prl.planning.planner import make_plan
 
 
@@ -113,12 +114,12 @@ MOE = DENSE.model_copy(
 
 def test_active_params_of_a_dense_model() -> None:
     # q 8*12, o 12*8, k and v 8*6 each: 288; MLP 3*8*16 = 384; head 8*10 = 80
-    assert active_params(DENSE) == 2 * (288 + 384) + 80
+    assert active_parameters(DENSE) == 2 * (288 + 384) + 80
 
 
 def test_active_params_count_only_the_experts_a_token_visits() -> None:
     # two of eight experts: 2 * 3*8*5 = 240; router 8*8 = 64
-    assert active_params(MOE) == 2 * (288 + 240 + 64) + 80
+    assert active_parameters(MOE) == 2 * (288 + 240 + 64) + 80
 
 
 def test_flops_of_one_document() -> None:

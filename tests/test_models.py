@@ -8,25 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, dense_card, moe_card, random_model
 
+from prl.config.cards import card_to_hf_config
 from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import (
-    card_to_hf_config,
-    check_card,
-    copy_tokenizer,
-    hf_tensors,
-    load_checkpoint,
-    load_model,
-    load_weights,
-    random_checkpoint,
-    read_tensors,
-    resolve_model_path,
-    save_checkpoint,
-)
-from prl.models.moe import RoutingRecorder
-from prl.models.names import locate, to_hf
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import load_checkpoint, load_model, load_weights, read_tensors
+from prl.models.checkpoints.sources import random_checkpoint, resolve_model_path
+from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.families.build import build_decoder
+from prl.models.layers.packed_attention import packed_attention
+from prl.models.names.decoder import locate, to_hf
 
 CARDS = {
     "dense": dense_card(),
@@ -90,7 +82,7 @@ def test_names_are_those_that_transformers_uses(card):
     config_class = Qwen3MoeConfig if card.family == "qwen3_moe" else Qwen3Config
     config = config_class(**{k: v for k, v in card_to_hf_config(card).items() if k != "model_type"})
     theirs = {k: tuple(v.shape) for k, v in AutoModelForCausalLM.from_config(config).state_dict().items()}
-    ours = {name: tuple(t.shape) for name, t in hf_tensors(Qwen3Model(card))}
+    ours = {name: tuple(t.shape) for name, t in hf_tensors(build_decoder(card))}
     same = set(ours) & set(theirs)
     assert {n: ours[n] for n in same} == {n: theirs[n] for n in same}
     # transformers 5 stacks experts in memory and splits them in files; a tied head is not stored
@@ -161,9 +153,9 @@ def saved(tmp_path):
 
 
 def test_a_card_that_does_not_describe_the_checkpoint_is_refused(saved):
-    with pytest.raises(UserError, match=r"rope_theta: card 1\.0, checkpoint 5000\.0; num_experts: card 8"):
+    with pytest.raises(UserError, match=r"num_experts: card 8, checkpoint 4; rope_theta: card 1\.0"):
         check_card(saved, moe_card(tie_word_embeddings=False, num_experts=8, rope_theta=1.0))
-    with pytest.raises(UserError, match="model_type: card qwen3, checkpoint qwen3_moe"):
+    with pytest.raises(UserError, match="family: card qwen3, checkpoint qwen3_moe"):
         check_card(saved, dense_card())
 
 
@@ -227,7 +219,7 @@ def test_the_lm_head_of_a_tied_checkpoint_is_ignored():
     card = CARDS["moe tied"]
     model = random_model(card)
     tensors = [*hf_tensors(model), ("lm_head.weight", torch.zeros(VOCAB, 32))]
-    target = Qwen3Model(card)
+    target = build_decoder(card)
     load_weights(target, tensors)
     assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
 
@@ -285,7 +277,7 @@ def test_weights_are_those_that_the_index_lists(tmp_path):
     model = random_model(card)
     save_checkpoint(hf_tensors(model), tmp_path, card, shard_bytes=20_000)
     save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
-    again = Qwen3Model(card)
+    again = build_decoder(card)
     load_checkpoint(again, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
@@ -308,6 +300,10 @@ def test_scaled_rotary_embedding_is_not_passed_over(field, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | field))
     with pytest.raises(UserError, match="rope_type"):
         check_card(tmp_path, card)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(UserError, match=r"rope_scaling: card .rope_type:linear,factor:2\.0., checkpoint null"):
+        check_card(tmp_path, moe_card(rope_scaling=scaled))
     check_card(tmp_path, card.model_copy(update={"family": "other"}))
 
 

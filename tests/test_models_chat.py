@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tiny import END, byte_tokenizer, moe_card
 
 from prl.config.schema import ModelConfig
-from prl.models.chat import ChatRenderer, mask_by_role
-from prl.models.tokenizer import SPECIAL_TOKENS, load_tokenizer
+from prl.models.text.chat import ChatRenderer, mask_by_role
+from prl.models.text.tokenizer import SPECIAL_TOKENS, load_tokenizer
 
 SYSTEM, USER, ASSISTANT, TOOL = range(257, 261)
 

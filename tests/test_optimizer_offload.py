@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from prl.config.schema import OptimConfig
-from prl.trainer.optim import build_optimizers
-from prl.trainer.optimizer_offload import (
+from prl.trainer.memory.optimizer_offload import (
     HostOptimizer,
     OffloadedState,
     is_moment,
@@ -21,6 +20,7 @@ from prl.trainer.optimizer_offload import (
     master_weights,
     offload_optimizers,
 )
+from prl.trainer.optim import build_optimizers
 
 CPU = torch.device("cpu")
 OPTIMS = {

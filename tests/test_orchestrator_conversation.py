@@ -10,7 +10,7 @@ from tiny import END, byte_tokenizer
 
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.conversation import Conversation
 from prl.orchestrator.rollout import Generation
 

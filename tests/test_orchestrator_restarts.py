@@ -13,7 +13,9 @@ from fake_engine import generate, pool_of
 from inference_server import running_server
 from weight_updates import published
 
-from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.checkpoints.writing import hf_tensors
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.restarts import INTERVAL_S, follow_restarts
 from prl.transport.weights import FilesystemPublisher

@@ -12,9 +12,9 @@ from test_orchestrator_publications import info, orchestrator_of
 from prl.config import compose
 from prl.orchestrator.server import start_server
 from prl.runtime.directory.checkpoints import latest_valid, parts_of, staging_dir
-from prl.trainer import batches, rl_loop
-from prl.trainer.batches import BatchClient
-from prl.trainer.rl_loop import RLTrainer
+from prl.trainer.loops import batches, rl_loop
+from prl.trainer.loops.batches import BatchClient
+from prl.trainer.loops.rl_loop import RLTrainer
 
 TOKEN = "t"
 

@@ -9,7 +9,7 @@ from tiny import byte_tokenizer
 from prl.config import compose
 from prl.config.schema import ConcurrencyConfig
 from prl.envs.protocol import Score
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator import engines as engines_module
 from prl.orchestrator.concurrency import EngineLoad, Limiter, start_limit
 from prl.orchestrator.engine_watch import EngineWatch, parse_loads

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl.config.schema import ModelCard
-from prl.models.attention import packed_attention
-from prl.models.qwen3 import Qwen3Model
-from prl.trainer.head import logprob_head
+from prl.models.families.build import build_decoder
+from prl.models.layers.packed_attention import packed_attention
+from prl.trainer.head.head import logprob_head
 from prl.transport import frames
 from prl.transport.batch import TrainBatch
 from prl.transport.kept import KeptTokens
@@ -85,7 +85,7 @@ def test_a_message_cut_short_is_noticed():
 def test_packed_equals_unpacked(chunk):
     """Loss and gradients of packed documents equal those of each document alone, to 1e-6."""
     documents = [document(n, seed=n) for n in (7, 3, 30, 18, 18)]
-    model = Qwen3Model(CARD)
+    model = build_decoder(CARD)
     model.init_weights(torch.Generator().manual_seed(0), std=0.2)
 
     def run(groups):

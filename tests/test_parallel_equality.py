@@ -7,7 +7,7 @@ from tiny import moe_card, random_model
 from trainer_ranks import Job, job_mesh, run_job, run_ranks
 
 from prl.config.locate import config_groups
-from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 

@@ -18,8 +18,8 @@ from prl.envs.protocol import Score
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
-from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import hf_tensors
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.tasks import TaskChoice
 from prl.transport.weights_files import FilesystemPublisher

@@ -28,9 +28,11 @@ from safetensors import safe_open
 
 from prl.config import compose
 from prl.config.errors import UserError
-from prl.models.checkpoint import check_card, check_files, hf_tensors, load_checkpoint, load_model
-from prl.models.hub import repair
-from prl.models.qwen3 import Qwen3Model
+from prl.config.hub import repair
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import check_files, load_checkpoint, load_model
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.families.build import build_decoder
 
 DENSE, MOE = "math_qwen3_4b", "sft_qwen3_30b_a3b"
 EXPERIMENTS = (DENSE, "lora_one_gpu", MOE)
@@ -115,7 +117,7 @@ def test_the_model_of_the_card_has_the_tensors_of_the_real_checkpoint(name):
     there = dict(tensor_shapes(model_config(repo), repo in HEAD_STORED_THOUGH_TIED))
     assert 2 * sum(torch.Size(shape).numel() for shape in there.values()) == TOTAL_SIZE[repo]
     with torch.device("meta"):
-        model = Qwen3Model(config.model.card)
+        model = build_decoder(config.model.card)
     held = {key: tuple(t.shape) for name, p in model.named_parameters() for key, t in model.to_hf(name, p)}
     if repo in HEAD_STORED_THOUGH_TIED:
         del there["lm_head.weight"]
@@ -129,7 +131,7 @@ def test_every_tensor_is_read_and_none_is_left(name, home):
     check_card(path, card)
     stored = file_tensors(path)
     assert len(list(path.glob("model-*.safetensors"))) > 1
-    model = Qwen3Model(card)
+    model = build_decoder(card)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(torch.nan)
@@ -183,7 +185,7 @@ def test_a_card_that_contradicts_the_checkpoint_names_the_overrides(home):
 
 FETCH = """
 import sys
-from prl.models.hub import fetch_checkpoint
+from prl.config.hub import fetch_checkpoint
 from prl.config.errors import UserError
 try:
     fetch_checkpoint(sys.argv[1])

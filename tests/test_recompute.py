@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from prl.config.schema import ActivationCheckpointing
-from prl.models.attention import packed_attention
-from prl.models.attention_kernels import PackedAttention
+from prl.models.layers.attention_kernels import PackedAttention
+from prl.models.layers.packed_attention import packed_attention
 from prl.trainer.compilation import apply_compile
-from prl.trainer.recompute import DEFAULT_TARGETS, apply_checkpointing
-from prl.trainer.saved_tensors import packing
+from prl.trainer.memory.recompute import DEFAULT_TARGETS, apply_checkpointing
+from prl.trainer.memory.saved_tensors import packing
 
 DOCS = [5, 19, 8]
 N = sum(DOCS)

@@ -15,10 +15,10 @@ from prl.config.schema import InferenceConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
-from prl.models.qwen3 import Qwen3Model
+from prl.models.layers.decoder import Decoder
 
 
-def sampled_by(model: Qwen3Model) -> list[Sampled]:
+def sampled_by(model: Decoder) -> list[Sampled]:
     config = InferenceConfig(max_num_seqs=16, max_model_len=128, return_routed_experts=True)
     engine = TorchEngine(model, config, eos_token_ids=())
     sequences = []
@@ -32,7 +32,7 @@ def sampled_by(model: Qwen3Model) -> list[Sampled]:
 
 
 @pytest.fixture(scope="module")
-def bfloat16_model() -> Qwen3Model:
+def bfloat16_model() -> Decoder:
     return random_model(moe_card(num_experts=16, num_hidden_layers=4)).to(torch.bfloat16).requires_grad_(False).eval()
 
 
@@ -43,7 +43,7 @@ def test_float32_leaves_nothing_to_replay() -> None:
     assert max(result["largest KL without"], result["largest KL with"]) < 1e-6
 
 
-def test_in_bfloat16_the_choices_of_the_engine_leave_less_mismatch(bfloat16_model: Qwen3Model) -> None:
+def test_in_bfloat16_the_choices_of_the_engine_leave_less_mismatch(bfloat16_model: Decoder) -> None:
     result = report(bfloat16_model, sampled_by(bfloat16_model))
     assert result["rerouted"] > 0.01
     assert result["factor"] > 5
@@ -76,7 +76,7 @@ def test_a_run_replays_them_over_context_parallel_ranks(tmp_path: Path) -> None:
     assert 1 < row["expert_load_max_over_mean"] < 300
 
 
-def test_choices_of_other_tokens_are_seen(bfloat16_model: Qwen3Model) -> None:
+def test_choices_of_other_tokens_are_seen(bfloat16_model: Decoder) -> None:
     """One row off, as a misaligned engine would be."""
     sampled = sampled_by(bfloat16_model)
     right = report(bfloat16_model, sampled)["KL with"]
@@ -85,7 +85,7 @@ def test_choices_of_other_tokens_are_seen(bfloat16_model: Qwen3Model) -> None:
     assert report(bfloat16_model, sampled)["KL with"] > 10 * right
 
 
-def test_replayed_experts_are_those_given(bfloat16_model: Qwen3Model) -> None:
+def test_replayed_experts_are_those_given(bfloat16_model: Decoder) -> None:
     sampled = sampled_by(bfloat16_model)
     _, used = score(bfloat16_model, sampled, replay=True)
     expected = np.concatenate([s.routed[s.num_prompt - 1 :] for s in sampled])

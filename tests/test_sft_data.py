@@ -9,8 +9,8 @@ from tiny import END, byte_tokenizer
 
 from prl.config.errors import UserError
 from prl.config.schema import SftConfig, SftDataConfig
-from prl.models.chat import ChatRenderer
-from prl.trainer.sft_data import load_conversations, load_sft_data, to_messages
+from prl.models.text.chat import ChatRenderer
+from prl.trainer.loops.sft_data import load_conversations, load_sft_data, to_messages
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,8 @@ OURS = {
 EDITS = {
     "conf/base.yaml": "broken: [",
     "prl/__init__.py": "raise SystemExit('edited')",
-    "prl/trainer/rl_loop.py": "raise SystemExit('edited')",
-    "prl/trainer/sft_loop.py": "raise SystemExit('edited')",
+    "prl/trainer/loops/rl_loop.py": "raise SystemExit('edited')",
+    "prl/trainer/loops/sft_loop.py": "raise SystemExit('edited')",
     "prl/runtime/process/child.py": "raise SystemExit('edited')",
     "my_envs/shout.py": "raise SystemExit('edited')",
     "shout_words.py": "raise SystemExit('edited')",

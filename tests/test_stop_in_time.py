@@ -17,8 +17,8 @@ from prl.runtime.directory.stop_notice import clear_notice, seconds_left, write_
 from prl.runtime.nodes import slurm_job
 from prl.runtime.nodes.slurm_job import limit_by_kill_wait
 from prl.runtime.process.signals import StopSignals
-from prl.trainer import saving
-from prl.trainer.saving import Saving
+from prl.trainer.loops import saving
+from prl.trainer.loops.saving import Saving
 
 
 @pytest.fixture

@@ -17,14 +17,14 @@ from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save,
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
-from prl.models.attention import activate_attention, packed_attention
-from prl.models.checkpoint import hf_tensors
-from prl.models.qwen3 import rotary_tables
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.layers.packed_attention import activate_attention, packed_attention
+from prl.models.layers.rope import rotary_tables
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import latest_valid, parts_of
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
+from prl.trainer.memory.optimizer_offload import master_weights
 from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
-from prl.trainer.optimizer_offload import master_weights
 from prl.trainer.parallelize import build_model
 from prl.trainer.policy import make_room, seed_everything
 from prl.trainer.world import build_world

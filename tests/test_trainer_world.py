@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tiny import moe_card, moe_checkpoint, random_model
 from trainer_ranks import Job, run_job, run_ranks
 
-from prl.models.checkpoint import hf_tensors
+from prl.models.checkpoints.writing import hf_tensors
 
 pytestmark = pytest.mark.slow
 

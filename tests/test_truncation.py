@@ -18,12 +18,12 @@ from prl.config.schema import GREEDY_BELOW, InferenceConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
-from prl.models.attention import packed_attention
+from prl.models.layers.packed_attention import packed_attention
 from prl.orchestrator.batching import to_document
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.rollout import Generation, Rollout, Sample
-from prl.trainer.head import logprob_head
-from prl.trainer.truncation import KeptSets
+from prl.trainer.head.head import logprob_head
+from prl.trainer.head.truncation import KeptSets
 from prl.transport.batch import TrainBatch
 from prl.transport.kept import KeptTokens, kept_of_candidates
 from prl.transport.packing import pack_for_ranks

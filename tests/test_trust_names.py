@@ -11,7 +11,7 @@ from runs import SMALL, run
 from prl.config import ConfigError, compose
 from prl.config.rules import violations
 from prl.config.rules.names import as_file_name, is_file_name
-from prl.models.checkpoint import random_checkpoint
+from prl.models.checkpoints.sources import random_checkpoint
 
 NAMES = ("../../evil", "a/b", "/tmp/evil", "..", ".", "-rf", ".hidden", "a" * 200, "x\\\\y")
 

@@ -9,7 +9,7 @@ from trainer_ranks import Job, run_ranks
 
 from prl.config import compose
 from prl.config.world import expert_dimension
-from prl.models.checkpoint import hf_tensors, save_checkpoint
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.planning import make_plan
 from prl.planning.render import render_plan
 from prl.planning.sharding import expert_shares

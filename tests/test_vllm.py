@@ -30,8 +30,10 @@ from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import eos_token_ids
-from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.layers.decoder import Decoder
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_watch import parse_loads
@@ -278,7 +280,7 @@ def test_running_requests_go_on_and_say_which_weights_made_each_token(server: Se
     assert server.http.metric("num_preemptions_total") == preempted, "KV was dropped"
 
 
-def update_in_flight(server: Server, publisher: Publisher, new: Qwen3Model) -> tuple[int, list[Generation]]:
+def update_in_flight(server: Server, publisher: Publisher, new: Decoder) -> tuple[int, list[Generation]]:
     """An update while 16 requests run, if they still do; the version before it, and what came."""
     first = server.version
     info = published(publisher, first + 1, hf_tensors(new))

@@ -23,8 +23,9 @@ from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving
 from prl.config.schema import RouterConfig, WeightTransportConfig
 from prl.inference.guard import Doors
 from prl.inference.router.proxy import Router
-from prl.models.checkpoint import load_model, resolve_model_path
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.layers.decoder import Decoder
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.transport.weights import make_publisher
@@ -42,7 +43,7 @@ LONG_PROMPT = [*PROMPT[:-1], *range(32, 32 + 90), *range(40, 40 + 60), PROMPT[-1
 BLOCK_TOKENS = 32
 
 
-def first_model(server: Server) -> tuple[Path, Qwen3Model]:
+def first_model(server: Server) -> tuple[Path, Decoder]:
     path = resolve_model_path(server.config.model, Path(server.config.cache_dir))
     return path, load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from prl.config import compose
-from prl.models.checkpoint import hf_tensors, load_model, resolve_model_path
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.checkpoints.writing import hf_tensors
 from prl.transport.buckets import Assembler, Chunk, fill, parts_of
 
 pytestmark = [

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from prl.config.schema import ModelCard
-from prl.models.checkpoint import hf_tensors, save_checkpoint
-from prl.models.qwen3 import Qwen3Model
-from prl.models.tokenizer import save_byte_tokenizer
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.families.build import build_decoder
+from prl.models.layers.decoder import Decoder
+from prl.models.text.tokenizer import save_byte_tokenizer
 from prl.transport.kept import KeptTokens
 
 VOCAB = 264  # 256 bytes, 6 special tokens, padded to a multiple of 8
@@ -37,9 +38,9 @@ def dense_card(**changes: object) -> ModelCard:
     return ModelCard(**{"family": "qwen3", **_BASE, "intermediate_size": 48, "tie_word_embeddings": False, **changes})
 
 
-def random_model(card: ModelCard, seed: int = 0, std: float = 0.2) -> Qwen3Model:
+def random_model(card: ModelCard, seed: int = 0, std: float = 0.2) -> Decoder:
     """A model whose every weight, norms included, is off its default."""
-    model = Qwen3Model(card)
+    model = build_decoder(card)
     generator = torch.Generator().manual_seed(seed)
     model.init_weights(generator, std)
     with torch.no_grad():

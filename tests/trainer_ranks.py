@@ -13,19 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from families import SIZES, family_card
 from rank_processes import run_script, serve_rank
 from tiny import VOCAB, moe_card
 
 from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
 from prl.config.world import world_of
-from prl.models.checkpoint import hf_tensors
-from prl.models.moe import local_part
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.experts.stacked import local_part
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import commit, parts_of
 from prl.trainer import parallelize
-from prl.trainer.activation_offload import apply_activation_offload
 from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import World, build_world, sum_over_data
 from prl.transport.batch import MicroBatch
@@ -41,6 +42,7 @@ class Job:
     dp_shard: int = 1
     cp: int = 1
     ep: int = 1
+    family: str | None = None  # an id of families.SIZES; else Qwen3's mixture of experts, of these sizes
     layout: str | None = None  # a choice of conf/parallelism instead of the four sizes
     experts: int = 4
     layers: int = 2
@@ -70,8 +72,11 @@ def rows_of(step: int) -> list[MicroBatch]:
 
 def job_config(job: Job) -> RunConfig:
     layout = [] if job.layout is None else [f"parallelism={job.layout}", "optim=adamw"]  # rules look at the optimizer
-    config = compose(["warm_start=none", *layout, *job.overrides])
+    model = [] if job.family is None else [f"model=tiny_{SIZES[job.family][0]}"]
+    config = compose(["warm_start=none", *model, *layout, *job.overrides])
     card = moe_card(num_experts=job.experts, num_hidden_layers=job.layers, moe_intermediate_size=job.moe_size)
+    if job.family is not None:
+        card = family_card(job.family)
     return config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
 
 

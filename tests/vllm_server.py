@@ -22,9 +22,10 @@ from weight_updates import published
 
 from prl.config import compose
 from prl.config.schema import RunConfig, SamplingConfig
-from prl.models.attention import packed_attention
-from prl.models.checkpoint import hf_tensors, load_model
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.layers.decoder import Decoder
+from prl.models.layers.packed_attention import packed_attention
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.planning import make_plan
@@ -75,7 +76,7 @@ class Server:
         """Where this server takes weights from."""
         return FilesystemPublisher(self.run_dir / "weights", 2)
 
-    def update(self, model: Qwen3Model, publisher: Publisher) -> None:
+    def update(self, model: Decoder, publisher: Publisher) -> None:
         """A whole update, as trainer and orchestrator make it."""
         info = published(publisher, self.version + 1, hf_tensors(model))
         self.with_pool(lambda pool: pool.update_weights(self.version + 1, info))
@@ -121,7 +122,7 @@ def announced_ports(process: subprocess.Popen[str]) -> list[int]:
     raise AssertionError("".join(said))
 
 
-def other_model(path: Path, config: RunConfig, seed: int) -> Qwen3Model:
+def other_model(path: Path, config: RunConfig, seed: int) -> Decoder:
     """Every weight far off those of any other seed."""
     model = load_model(path, config.model.card, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
@@ -132,14 +133,14 @@ def other_model(path: Path, config: RunConfig, seed: int) -> Qwen3Model:
 
 
 @torch.no_grad()
-def trainer_logprobs(model: Qwen3Model, tokens: list[int], temperature: float = 1.0) -> Tensor:
+def trainer_logprobs(model: Decoder, tokens: list[int], temperature: float = 1.0) -> Tensor:
     """[T, V], of the token that follows each."""
     length = len(tokens)
     hidden = model(torch.tensor(tokens), torch.arange(length), packed_attention([length], torch.device("cpu")))
     return torch.log_softmax(model.logits(hidden) / temperature, dim=-1)
 
 
-def differences(model: Qwen3Model, generation: Generation, prompt: list[int] = PROMPT, **kwargs) -> Tensor:
+def differences(model: Decoder, generation: Generation, prompt: list[int] = PROMPT, **kwargs) -> Tensor:
     """[completion tokens], |logprob of the engine - logprob of the trainer|."""
     ids = generation.token_ids
     ours = trainer_logprobs(model, prompt + ids, **kwargs)[len(prompt) - 1 : -1]

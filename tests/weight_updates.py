@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from inference_server import Client
 
-from prl.models.checkpoint import hf_tensors
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.families.build import build_decoder
 from prl.transport.weights import NamedTensors, Publisher
 
 
@@ -21,7 +21,7 @@ def published(publisher: Publisher, version: int, named: NamedTensors) -> dict[s
 
 
 def weights(client: Client, seed: int) -> list[tuple[str, torch.Tensor]]:
-    model = Qwen3Model(client.ctx.plan.config.model.card)
+    model = build_decoder(client.ctx.plan.config.model.card)
     model.init_weights(torch.Generator().manual_seed(seed))
     return list(hf_tensors(model))
 

@@ -18,14 +18,14 @@ from prl.bench.measurement import MemoryWatch, StepRecord, Stopwatch, rank_repor
 from prl.bench.profile import profile_step
 from prl.bench.rows import make_rows
 from prl.bench.trainer import write_result
+from prl.config.cards import card_to_hf_config
 from prl.config.schema import ModelCard
 from prl.metrics.mfu import FORMULA, packed_flops
-from prl.models.checkpoint import card_to_hf_config
 from prl.models.device import pick_device
 from prl.runtime.process.child import ChildContext
+from prl.trainer.loops.rl_step import loss_denominator
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.policy import seed_everything
-from prl.trainer.rl_step import loss_denominator
 from prl.transport.batch import MicroBatch
 
 

@@ -31,12 +31,12 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard, RunConfig
 from prl.models.device import pick_device
-from prl.models.fp8 import fp8_linears
-from prl.models.fp8_cast import cast, cast_blocks
-from prl.models.fp8_experts import Fp8Experts
-from prl.models.fp8_gemm import deep_gemm
-from prl.models.moe import Experts
-from prl.trainer.rl_step import wait_for
+from prl.models.experts.stacked import Experts
+from prl.models.fp8.cast import cast, cast_blocks
+from prl.models.fp8.experts import Fp8Experts
+from prl.models.fp8.gemm import deep_gemm
+from prl.models.fp8.linears import fp8_linears
+from prl.trainer.loops.rl_step import wait_for
 
 REPEATS = 10
 LOSS_STEPS = 50

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prl.trainer.rl_step import wait_for
+from prl.trainer.loops.rl_step import wait_for
 
 PHASES = ("forward_backward", "clip_optimizer")
 

@@ -27,15 +27,17 @@ from prl.envs.reverse_text import ReverseText
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import load_engine
-from prl.models.attention import packed_attention
-from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import check_card, load_model, resolve_model_path
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.device import pick_device
-from prl.models.moe import RoutingRecorder
-from prl.models.qwen3 import Qwen3Model
-from prl.models.tokenizer import load_tokenizer
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.decoder import Decoder
+from prl.models.layers.packed_attention import packed_attention
+from prl.models.text.chat import ChatRenderer
+from prl.models.text.tokenizer import load_tokenizer
 from prl.planning.vllm_arguments import cpu_arguments
-from prl.trainer.head import logprob_head
+from prl.trainer.head.head import logprob_head
 from prl.trainer.losses import mismatch_kl
 
 COMPLETIONS, MAX_TOKENS = 256, 24
@@ -122,7 +124,7 @@ def _keep(rows: list[Tensor], experts: Tensor) -> None:
 
 
 @torch.no_grad()
-def score(model: Qwen3Model, sampled: list[Sampled], replay: bool) -> tuple[Tensor, Tensor]:
+def score(model: Decoder, sampled: list[Sampled], replay: bool) -> tuple[Tensor, Tensor]:
     """As the trainer does, all in one row: logprobs [M] of the sampled tokens, experts [M, L, K] before each."""
     device = next(model.parameters()).device
     lengths = [len(s.token_ids) for s in sampled]
@@ -137,7 +139,7 @@ def score(model: Qwen3Model, sampled: list[Sampled], replay: bool) -> tuple[Tens
     return logp.cpu(), recorder.stacked(model.card)[targets - 1].cpu()
 
 
-def report(model: Qwen3Model, sampled: list[Sampled]) -> dict[str, float]:
+def report(model: Decoder, sampled: list[Sampled]) -> dict[str, float]:
     logp_infer = torch.tensor([p for s in sampled for p in s.logprobs])
     (own, chosen), (replayed, theirs) = (score(model, sampled, replay) for replay in (False, True))
     other = chosen.sort(-1).values != theirs.sort(-1).values

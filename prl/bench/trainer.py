@@ -16,10 +16,10 @@ from prl.bench.measurement import MemoryWatch, StepRecord, Stopwatch, rank_repor
 from prl.bench.profile import profile_step
 from prl.bench.rows import make_rows
 from prl.metrics.mfu import peak_flops
-from prl.models.checkpoint import resolve_model_path
+from prl.models.checkpoints.sources import resolve_model_path
 from prl.runtime.process.child import ChildContext
+from prl.trainer.loops.rl_step import backward_rl, loss_denominator
 from prl.trainer.policy import Policy, seed_everything
-from prl.trainer.rl_step import backward_rl, loss_denominator
 from prl.trainer.world import World, join_world, leave_world
 from prl.transport.batch import MicroBatch
 

@@ -31,7 +31,7 @@ def _not_with_vllm(config: RunConfig) -> Iterator[NotAvailableError]:
     for wished, what, where, fix in (
         (config.debug.deterministic, "Determinism to the bit, with vLLM,", "debug.deterministic=true",
          "debug.deterministic=false, or inference=torch"),
-        (model.card.family == "other" and model.path is None, "A random checkpoint of another family",
+        (not model.card.is_native and model.path is None, "A random checkpoint of another family",
          "model.card.family=other, model.path=null", "model.path=/path/to/checkpoint"),
         (bench is not None and bench.target == "inference", "Measuring vLLM without its server",
          "bench.target=inference", "bench.target=stack, or inference=torch"),

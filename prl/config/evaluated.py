@@ -8,7 +8,7 @@ from typing import Any
 
 from prl.config.chosen import said_by_user
 from prl.config.errors import ConfigError, UserError
-from prl.config.keys import schema_keys
+from prl.config.keys import is_group, schema_keys
 from prl.config.locate import file_of_choice
 from prl.config.schema import ModelConfig, RunConfig
 
@@ -28,7 +28,7 @@ def take_model(config: RunConfig) -> RunConfig:
     chosen, own = config.choices.get("model"), (of_run.get("choices") or {}).get("model")
     contradicting = [] if chosen in (None, COMPOSED, own) else [f"model={chosen}"]
     if config.model != model:
-        keys = [key for key in schema_keys(ModelConfig, "model.") if _is_leaf(key)]
+        keys = [key for key in schema_keys(ModelConfig, "model.") if not is_group(key)]
         contradicting += [
             f"{key}={_at(config.model, key)}"
             for key in keys
@@ -73,10 +73,6 @@ def _nowhere(run: Path) -> UserError:
         + ("" if run.exists() or above == run.parent else f"; {above} is the last on that path that is there"),
         fix="eval.run=outputs/RUN; weights alone: model.path=DIRECTORY and their model=",
     )
-
-
-def _is_leaf(key: str) -> bool:
-    return not any(other.startswith(f"{key}.") for other in schema_keys(ModelConfig, "model."))
 
 
 def _at(model: ModelConfig, key: str) -> Any:

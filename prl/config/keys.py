@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prl.config.schema import Group, RunConfig
@@ -36,7 +37,16 @@ def as_override(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (tuple, list)):
         return f"[{','.join(map(as_override, value))}]"
+    if isinstance(value, BaseModel) and not isinstance(value, Group):  # one value, though of several numbers
+        value = value.model_dump(exclude_none=True)
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{as_override(inner)}' for key, inner in value.items())}}}"
     return str(value)
+
+
+def is_group(key: str) -> bool:
+    """Whether there are keys below a dotted key."""
+    return _group_in(field_of(key).annotation) is not None
 
 
 def schema_keys(group: type[Group] = RunConfig, prefix: str = "") -> Iterator[str]:

@@ -11,13 +11,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from prl.config.auto_card import complete_card
+from prl.config.chosen import said_by_user
 from prl.config.errors import ConfigError, UserError
 from prl.config.evaluated import take_model
-from prl.config.keys import as_override, field_of, schema_keys
+from prl.config.keys import as_override, field_of, is_group, schema_keys
 from prl.config.locate import config_groups
 from prl.config.overrides import all_keys, unknown_key
 from prl.config.rules import violations
-from prl.config.schema import Group, RunConfig
+from prl.config.schema import Group, RunConfig, WarmStartConfig
 
 
 def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
@@ -46,16 +48,29 @@ def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
     """As `resolve`, of dicts in which no key refers to another and none is left to the user. `plain` is changed."""
     _refuse_recorded(plain)
     plain.update(run_fields)
+    if isinstance(plain.get("model"), dict):
+        complete_card(plain["model"])
     try:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:
         raise ConfigError(_explain_all(error, str(plain.get("job")))) from error
     if config.job == "eval" and config.eval.run is not None:
         config = take_model(config)
+    config = settle_warm_start(config)
     found = violations(config)
     if found:
         raise ConfigError(found)
     return config
+
+
+def settle_warm_start(config: RunConfig) -> RunConfig:
+    """warm_start=auto: a checkpoint that others have trained begins as it is, unless keys of a warm start are said."""
+    if config.warm_start is None or config.model.path is None or config.choices.get("warm_start") != "auto":
+        return config
+    keys = [key for key in schema_keys(WarmStartConfig, "warm_start.") if not is_group(key)]
+    if any(said_by_user(config, key) for key in keys):
+        return config
+    return config.model_copy(update={"warm_start": None})
 
 
 def unresolved(error: OmegaConfBaseException) -> UserError:

@@ -1,8 +1,9 @@
 """The frozen run configuration. Hydra composes plain YAML; `RunConfig` is what it becomes at the one boundary.
 
 Every class here is one config group (or a part of one) under its key in `conf/`. Past this boundary no DictConfig
-exists. Groups `inference` and `eval` are in `schema_inference`, optimisers and jobs in `schema_jobs`; all are imported
-from here. Rules that involve a single field live in its type; rules across groups live in `prl.config.rules`.
+exists. Group `model` is in `schema_model`, `inference` and `eval` in `schema_inference`, optimisers and jobs in
+`schema_jobs`; all are imported from here. Rules that involve a single field live in its type; rules across groups live
+in `prl.config.rules`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any, Literal
 
 from prl.config.schema_fields import (
     Devices,
-    DirectoryOrName,
     Fraction,
     Group,
     Nodes,
@@ -49,6 +49,7 @@ from prl.config.schema_jobs import (
     SlurmConfig,
     WarmStartConfig,
 )
+from prl.config.schema_model import CpStyle, ModelCard, ModelConfig
 
 __all__ = [
     "GREEDY_BELOW",
@@ -88,63 +89,6 @@ __all__ = [
 ]
 
 
-# --- model ------------------------------------------------------------------------------------------------------------
-
-
-class ModelCard(Group):
-    """Architecture facts that rules and the plan need before any checkpoint is opened.
-
-    For a model without `path` the card *is* the architecture; for one with a path, the checkpoint's config.json must
-    agree.
-    """
-
-    family: Literal["qwen3", "qwen3_moe", "other"]
-    num_hidden_layers: Positive
-    hidden_size: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive
-    head_dim: Positive
-    intermediate_size: NonNegative = 0
-    num_experts: NonNegative = 0
-    num_experts_per_tok: NonNegative = 0
-    moe_intermediate_size: NonNegative = 0
-    mlp_only_layers: tuple[NonNegative, ...] = ()  # of a mixture of experts, the layers that are dense
-    norm_topk_prob: bool = True
-    vocab_size: Positive
-    max_position_embeddings: Positive = 4096
-    rope_theta: PositiveFloat = 10000.0
-    rms_norm_eps: PositiveFloat = 1e-6
-    tie_word_embeddings: bool = False
-    cp_styles: tuple[Literal["ulysses", "ring"], ...] = ("ulysses", "ring")
-    ac_targets: tuple[str, ...] = ()
-
-    @property
-    def sparse_layers(self) -> list[int]:
-        """Those with experts."""
-        return [i for i in range(self.num_hidden_layers) if self.num_experts and i not in self.mlp_only_layers]
-
-
-class ModelConfig(Group):
-    """Group `model`: which weights, which code runs them."""
-
-    name: str
-    path: DirectoryOrName | None = (
-        None  # Hugging Face checkpoint directory or hub id; None: random weights made from the card
-    )
-    tokenizer: DirectoryOrName | None = (
-        None  # directory or hub id; None: the one at `path`; "byte": the built-in byte-level one
-    )
-    impl: Literal["auto", "custom", "hf"] = "auto"
-    attn: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; master weights are always float32
-    fp8: Literal["none", "deep_gemm", "emulated"] = "none"  # block-scaled training GEMMs; emulated: same rounding, slow
-    router_bias_update_rate: NonNegativeFloat = 0.0  # aux-loss-free load balancing (arXiv:2408.15664); 0: off
-    init_seed: Seed = (
-        0  # of the random weights when path is None; not seed, so that runs of all seeds begin with the same
-    )
-    card: ModelCard
-
-
 # --- parallelism and memory -------------------------------------------------------------------------------------------
 
 
@@ -155,7 +99,7 @@ class ParallelismConfig(Group):
     dp_shard: Devices | Literal["auto"] = "auto"
     ep: Devices | Literal["auto"] = 1
     cp: Devices = 1
-    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    cp_style: CpStyle = "ulysses"
     allow_cp_across_nodes: bool = False
     ep_comm_backend: Literal["torch", "deepep"] = "torch"
     ep_pieces: Positive = 1

@@ -16,6 +16,7 @@ NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT32)]
 Number = Annotated[float, Field(ge=-FLOAT32, le=FLOAT32)]
+RotaryPart = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]  # neither nothing nor all
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]

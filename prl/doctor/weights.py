@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from prl.config.schema import ModelCard, RunConfig
+from prl.config.schema import RunConfig
 from prl.config.world import world_of
 from prl.doctor.asking import Asker
 from prl.doctor.finding import Finding, State
 from prl.doctor.needs import Needs
+from prl.planning.model_size import parameter_count
 
 PATHS = ("/", "./", "../", "~")  # what names of the hub do not begin with
 REACH_S = 10.0
@@ -73,7 +74,7 @@ def judge_memory(config: RunConfig, needs: Needs, has_gpus: bool, available_gib:
     """Weights in this machine's memory: of all roles on a CPU, or of one copy while it is read."""
     if available_gib is None or needs.where != "here":
         return
-    count, world = parameters(config.model.card), world_of(config)
+    count, world = parameter_count(config.model.card), world_of(config)
     weights_gib = count * BYTES.get(config.model.dtype, 4) / 2**30
     wanted_gib, what = weights_gib, "one copy of the weights"
     if not has_gpus or config.deployment.device == "cpu":
@@ -95,13 +96,3 @@ def available_memory_gib() -> float | None:
         return None
     found = [int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable:")]
     return found[0] if found else None
-
-
-def parameters(card: ModelCard) -> int:
-    """Of a model of this card, without norms."""
-    hidden, layers, sparse = card.hidden_size, card.num_hidden_layers, len(card.sparse_layers)
-    attention = 2 * hidden * card.head_dim * (card.num_attention_heads + card.num_key_value_heads)
-    experts = card.num_experts * (3 * hidden * card.moe_intermediate_size + hidden)
-    dense = 3 * hidden * card.intermediate_size
-    embeddings = card.vocab_size * hidden * (1 if card.tie_word_embeddings else 2)
-    return layers * attention + sparse * experts + (layers - sparse) * dense + embeddings

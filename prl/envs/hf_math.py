@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from prl.config.errors import UserError
+from prl.config.hub import load_rows, why_not
 from prl.config.packages import MATH_VERIFY
 from prl.envs.protocol import Environment, Message, Split, Task, user
-from prl.models.hub import load_rows, why_not
 
 INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
 

@@ -15,7 +15,7 @@ from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import load_engine
 from prl.models.device import pick_device
-from prl.models.qwen3 import Qwen3Model
+from prl.models.families.build import build_decoder
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP = 16, 48, 8
 ROUNDS = 5
@@ -28,7 +28,7 @@ def build_engine(config: RunConfig, random_weights: bool) -> TorchEngine:
     name = config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
     device = pick_device(config.deployment.device)
     with torch.device("meta"):
-        model = Qwen3Model(config.model.card)
+        model = build_decoder(config.model.card)
     model = model.to(torch.bfloat16 if name == "bfloat16" else torch.float32).to_empty(device=device)
     model.init_weights(torch.Generator(device).manual_seed(config.model.init_seed))
     return TorchEngine(model.requires_grad_(False).eval(), config.inference, eos_token_ids=())

@@ -13,7 +13,7 @@ from prl.inference.generate_route import usage
 from prl.inference.requests import make_request, read_request, refuse
 from prl.inference.sequences import Sequence
 from prl.inference.worker import EngineWorker
-from prl.models.chat import ChatRenderer, Message
+from prl.models.text.chat import ChatRenderer, Message
 
 _SWITCHES = ("stream", "logprobs", "return_token_ids")
 _UNSUPPORTED = ("tools", "response_format", "top_logprobs", "echo", "continue_final_message", "chat_template")

@@ -13,7 +13,7 @@ from prl.inference.errors import error_body
 from prl.inference.generate_route import usage
 from prl.inference.sequences import Request, Sequence
 from prl.inference.worker import EngineUnavailable, EngineWorker, SequenceFailed
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 
 POLL_S = 0.02  # between looks at what the engine has appended; small models make tokens faster than that
 UNFINISHED = "\ufffd"  # what a character decodes to while bytes of it are missing

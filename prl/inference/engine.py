@@ -29,9 +29,9 @@ from prl.inference.sampling import (
     sequence_seed,
 )
 from prl.inference.sequences import Request, Sequence
-from prl.models.checkpoint import load_weights
-from prl.models.moe import RoutingRecorder
-from prl.models.qwen3 import Qwen3Model
+from prl.models.checkpoints.reading import load_weights
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.decoder import Decoder
 
 MAX_PREFILL_TOKENS = 8192  # per step, so that one step's memory and latency stay bounded
 
@@ -51,7 +51,7 @@ class TorchEngine:
     """One model on one device. `version` labels the weights; tokens carry it."""
 
     def __init__(
-        self, model: Qwen3Model, config: InferenceConfig, eos_token_ids: tuple[int, ...], version: str = "0"
+        self, model: Decoder, config: InferenceConfig, eos_token_ids: tuple[int, ...], version: str = "0"
     ) -> None:
         self.model, self.config, self.eos, self.version = model, config, eos_token_ids, version
         weight = next(model.parameters())
@@ -66,7 +66,7 @@ class TorchEngine:
         self.epoch = self.salted_epoch = 0
         self.has_weights = True
         self.weights_awake = self.cache_awake = True
-        self.isolation = Isolation(self)
+        self.isolation = Isolation(self, self.stats.finished)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

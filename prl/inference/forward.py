@@ -17,8 +17,9 @@ from prl.config.schema import ModelCard
 from prl.inference.kv_cache import KVCache
 from prl.inference.sampling import SamplingTable
 from prl.inference.sequences import Sequence
-from prl.models.moe import RoutingRecorder
-from prl.models.qwen3 import Attend, Qwen3Model
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.attention import Attend
+from prl.models.layers.decoder import Decoder
 
 SHORTEST_CLASS = 64  # prompts up to this length are padded together
 VIEW_OVERHEAD = 1.25  # computing a few idle slots beats copying the keys and values of the busy ones
@@ -97,7 +98,7 @@ def _prefill_attention(cache: KVCache, classes: list[_LengthClass], slots: Tenso
 
 
 def prefill(
-    model: Qwen3Model, cache: KVCache, sequences: list[Sequence], recorder: RoutingRecorder | None
+    model: Decoder, cache: KVCache, sequences: list[Sequence], recorder: RoutingRecorder | None
 ) -> tuple[Tensor, list[np.ndarray]]:
     """Forward the uncomputed tokens of each sequence into its slot.
 
@@ -138,7 +139,7 @@ class DecodeRows:
         self.dense = self.num_slots == len(self.sequences)
         self.view = self.num_slots <= VIEW_OVERHEAD * len(self.sequences)
 
-    def forward(self, model: Qwen3Model, cache: KVCache, recorder: RoutingRecorder | None) -> Tensor:
+    def forward(self, model: Decoder, cache: KVCache, recorder: RoutingRecorder | None) -> Tensor:
         """Logits [B, V] after the last token of each row; `positions` move on to the token to be drawn."""
         hidden = model(self.last_token, self.positions, self._attention(cache), recorder=recorder)
         self.positions += 1

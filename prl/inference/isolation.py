@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from prl.inference.sequences import Sequence
-
-if TYPE_CHECKING:
-    from prl.inference.engine import TorchEngine
 
 log = logging.getLogger("prl.inference")
 
@@ -23,11 +21,25 @@ class BrokenWeights(RuntimeError):
     """A forward pass gave no numbers: the weights have left the finite ones. The failure class `diverged`."""
 
 
+class Steps(Protocol):
+    """What is asked of the engine whose steps are isolated."""
+
+    def advance_alone(self, sequence: Sequence) -> list[Sequence]:
+        """One token for one sequence; it is returned if it ended."""
+
+    def evict(self, sequence: Sequence) -> None:
+        """Take it out of its slot."""
+
+    def probe(self) -> Exception | None:
+        """What a request that asks for next to nothing fails with."""
+
+
 class Isolation:
     """Of one engine."""
 
-    def __init__(self, engine: TorchEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Steps, finished: Counter[str]) -> None:
+        """finished: the engine's count of sequences by how they ended."""
+        self.engine, self.finished = engine, finished
         self.failed_steps = 0
 
     def run(self, work: Work, sequences: list[Sequence]) -> list[Sequence]:
@@ -80,7 +92,7 @@ class Isolation:
                 log.warning("request %.100s failed: %s", sequence.request.request_id, error)
                 self._take_back(sequence, before[sequence])
                 sequence.finish_reason, sequence.error = "error", f"{type(error).__name__}: {error}"
-                self.engine.stats.finished["error"] += 1
+                self.finished["error"] += 1
                 ended.append(sequence)
         return ended
 

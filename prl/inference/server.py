@@ -25,10 +25,12 @@ from prl.inference.metrics_route import add_metrics_route
 from prl.inference.requests import ModelNotFound, read_object
 from prl.inference.weight_routes import add_weight_routes
 from prl.inference.worker import EngineDied, EngineUnavailable, EngineWorker, SequenceFailed
-from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import check_card, load_model, resolve_model_path
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.device import limit_memory, pick_device
-from prl.models.tokenizer import load_tokenizer
+from prl.models.text.chat import ChatRenderer
+from prl.models.text.tokenizer import load_tokenizer
 from prl.runtime.external import LEASE, RUN_HEADER
 from prl.runtime.process.child import ChildContext
 from prl.transport.serving import start_serving

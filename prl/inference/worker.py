@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from prl.inference.engine import TorchEngine
 from prl.inference.sequences import Request, Sequence
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "wait", "keep"]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prl.config.schema import ModelCard
+from prl.planning.model_size import active_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -29,20 +30,6 @@ MEASURED_SIZE = {"cpu": 768, "cuda": 4096}  # n of the n x n matrix products tha
 MEASURED_REPEATS = 5
 
 
-def active_params(card: ModelCard) -> int:
-    """Parameters that multiply one token: projections, its experts, the router and the LM head.
-
-    Not the embedding (a lookup) nor the norms (O(hidden) work).
-    """
-    hidden, kv = card.hidden_size, card.num_key_value_heads * card.head_dim
-    attention = hidden * card.num_attention_heads * card.head_dim * 2 + hidden * kv * 2  # q and o, k and v
-    sparse = 3 * hidden * card.moe_intermediate_size * card.num_experts_per_tok + hidden * card.num_experts
-    dense = 3 * hidden * card.intermediate_size
-    num_sparse = len(card.sparse_layers)
-    mlps = num_sparse * sparse + (card.num_hidden_layers - num_sparse) * dense
-    return card.num_hidden_layers * attention + mlps + hidden * card.vocab_size
-
-
 def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False) -> tuple[float, str]:
     """Model FLOPs of forward and backward over packed documents, and the formula.
 
@@ -60,7 +47,7 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
     per_pair = 12 * card.num_hidden_layers * card.num_attention_heads * card.head_dim
     per_param = 4 if frozen else 6
     formula = FROZEN_FORMULA if frozen else FORMULA
-    return float(per_param * active_params(card) * sum(lengths) + per_pair * pairs), formula
+    return float(per_param * active_parameters(card) * sum(lengths) + per_pair * pairs), formula
 
 
 def utilisation(flops: float, seconds: float, device_type: str, formula: str = FORMULA) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig
 from prl.envs.protocol import Reply, Tool
-from prl.models.chat import ChatRenderer, Message
+from prl.models.text.chat import ChatRenderer, Message
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.rollout import Generation, RolloutFailed, Sample
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from prl.models.chat import Message
+from prl.models.text.chat import Message
 from prl.runtime.directory.files import append_objects
 
 FILE_NAME = "failures.jsonl"

@@ -12,7 +12,7 @@ from typing import Any
 from prl.config.schema import RolloutsConfig
 from prl.metrics import rollouts as files
 from prl.metrics.writer import plain_value
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.evaluation import Ended
 from prl.orchestrator.producer import StepGroups
 from prl.orchestrator.rollout import Group, Rollout, Sample

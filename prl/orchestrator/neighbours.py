@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prl.models.chat import ChatRenderer
-from prl.models.checkpoint import resolve_model_path
-from prl.models.tokenizer import load_tokenizer
+from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.text.chat import ChatRenderer
+from prl.models.text.tokenizer import load_tokenizer
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.restarts import follow_restarts
 from prl.runtime.process.child import ChildContext

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prl.envs.protocol import Outcome
-from prl.models.chat import Message
+from prl.models.text.chat import Message
 from prl.transport.kept import KeptTokens
 
 

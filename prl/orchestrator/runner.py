@@ -12,7 +12,7 @@ from typing import Any
 
 from prl.config.schema import RunConfig, SamplingConfig
 from prl.envs.protocol import Message, Outcome
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.concurrency import UNLIMITED, Limiter, start_limit
 from prl.orchestrator.conversation import Conversation, Generate
 from prl.orchestrator.engine_answers import EngineError

@@ -13,7 +13,7 @@ import aiohttp
 
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
-from prl.models.chat import ChatRenderer
+from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.engines import CLIENT_ROUTES, GENERATE, EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.runtime.process.keys import RunKeys

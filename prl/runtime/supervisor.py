@@ -44,8 +44,8 @@ ENTRIES = {  # role, "sft" for the trainers of an SFT job, "eval" for who leads 
     "inference": "prl.inference.server:main",
     "router": "prl.inference.router.server:main",
     "orchestrator": "prl.orchestrator.loop:main",
-    "trainer": "prl.trainer.rl_loop:main",
-    "sft": "prl.trainer.sft_loop:main",
+    "trainer": "prl.trainer.loops.rl_loop:main",
+    "sft": "prl.trainer.loops.sft_loop:main",
     "eval": "prl.orchestrator.evaluator:main",
     "env": "prl.envs.worker:main",
 }

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from prl.runtime.directory.checkpoints import TRAINER, full_disk_error, staging_dir
 from prl.runtime.directory.files import is_full_disk
-from prl.trainer.optimizer_offload import master_weights
+from prl.trainer.memory.optimizer_offload import master_weights
 
 BEAT_S = 0.5
 

@@ -13,9 +13,11 @@ import torch.distributed.checkpoint as dcp
 
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
-from prl.models.checkpoint import copy_tokenizer, hf_tensors, load_checkpoint, resolve_model_path, save_checkpoint
-from prl.models.lora import apply_lora
-from prl.models.qwen3 import Qwen3Model
+from prl.models.adapters.lora import apply_lora
+from prl.models.checkpoints.reading import load_checkpoint
+from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
+from prl.models.layers.decoder import Decoder
 from prl.runtime.directory.checkpoints import TRAINER, step_dir
 from prl.runtime.directory.evaluation import CONVERTED, read_source
 from prl.runtime.directory.files import PARTIAL
@@ -44,7 +46,7 @@ def main(ctx: ChildContext) -> None:
 
 
 @torch.no_grad()
-def read_policy(config: RunConfig, began: Path, saved: Path) -> Qwen3Model:
+def read_policy(config: RunConfig, began: Path, saved: Path) -> Decoder:
     """The whole model of a checkpoint, in float32, on the host.
 
     Args:

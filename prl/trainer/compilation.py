@@ -12,7 +12,8 @@ import time
 
 import torch
 
-from prl.models.qwen3 import DecoderLayer, Qwen3Model, SparseMLP
+from prl.models.layers.decoder import Decoder, DecoderLayer
+from prl.models.layers.mlp import SparseMLP
 
 
 class CompileClock:
@@ -35,7 +36,7 @@ class CompileClock:
         self.total_s += time.perf_counter() - self._began_s
 
 
-def apply_compile(model: Qwen3Model, enabled: bool) -> None:
+def apply_compile(model: Decoder, enabled: bool) -> None:
     """Replace methods of each layer by compiled ones; before activation checkpointing wraps them."""
     if not enabled:
         return

@@ -2,8 +2,8 @@
 
 The router's choice gets a bias per expert, which after every optimizer step moves by `update_rate` towards the mean
 load; mixing weights never see it, so no gradient of a second loss disturbs the first. The bias is a buffer of each
-sparse layer and part of the trainer's checkpoint. Hugging Face checkpoints of these models have no place for it: an
-exported model chooses experts without it.
+sparse layer and part of the trainer's checkpoint. Families that are trained so (`Family.corrected`) have it in their
+Hugging Face checkpoints; those of the others have no place for it: an exported model chooses experts without it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prl.models.moe import ExpertLoad
-from prl.models.qwen3 import SparseMLP
+from prl.models.experts.load import ExpertLoad
+from prl.models.layers.mlp import SparseMLP
 from prl.trainer.world import World
 
 
@@ -29,7 +29,7 @@ class ExpertBalance:
         self.load = ExpertLoad(max(self.layers, default=-1) + 1, num_experts, world.device)
         for mlp in self.layers.values():
             mlp.load = self.load
-            if update_rate > 0:
+            if update_rate > 0 and mlp.router_bias is None:
                 mlp.router_bias = torch.zeros(num_experts, device=world.device)
 
     def expect(self, trains: bool, valid: Tensor | None = None) -> None:

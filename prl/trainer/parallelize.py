@@ -15,20 +15,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
 from prl.config.world import expert_dimension
-from prl.models.all_to_all_dispatch import AllToAllDispatch
-from prl.models.checkpoint import check_card, load_checkpoint
-from prl.models.deepep_dispatch import DeepEPDispatch
-from prl.models.fp8 import apply_fp8
-from prl.models.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
-from prl.models.moe import Experts
-from prl.models.qwen3 import Qwen3Model
-from prl.trainer.activation_offload import apply_activation_offload
+from prl.models.adapters.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import load_checkpoint
+from prl.models.experts.all_to_all import AllToAllDispatch
+from prl.models.experts.deepep import DeepEPDispatch
+from prl.models.experts.stacked import Experts
+from prl.models.families.build import build_decoder
+from prl.models.fp8.linears import apply_fp8
+from prl.models.layers.decoder import Decoder
 from prl.trainer.compilation import apply_compile
-from prl.trainer.recompute import apply_checkpointing
+from prl.trainer.memory.activation_offload import apply_activation_offload
+from prl.trainer.memory.recompute import apply_checkpointing
 from prl.trainer.world import World, shard_mesh
 
 
-def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Model:
+def build_model(config: RunConfig, path: Path | None, world: World) -> Decoder:
     """The model of `config`, sharded over the world; every rank reads only its own part of the weights at `path`.
 
     Without a path the weights are random and drawn in place, part by part (benchmarks).
@@ -45,18 +47,18 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Qwen3Mode
     return model
 
 
-def build_meta(config: RunConfig, path: Path | None) -> Qwen3Model:
+def build_meta(config: RunConfig, path: Path | None) -> Decoder:
     """The model without storage: ours, or transformers' behind the same interface."""
     card = config.model.card
-    if config.model.impl == "hf" or card.family == "other":
-        from prl.models.hf_causal_lm import build_hf_model
+    if config.model.impl == "hf" or not card.is_native:
+        from prl.models.families.hf_causal_lm import build_hf_model
 
         return build_hf_model(path, card)  # type: ignore[return-value]
     with torch.device("meta"):
-        return Qwen3Model(card)
+        return build_decoder(card)
 
 
-def build_sharded(config: RunConfig, path: Path | None, world: World) -> Qwen3Model:
+def build_sharded(config: RunConfig, path: Path | None, world: World) -> Decoder:
     model = build_meta(config, path)
     if config.model.fp8 != "none":
         apply_fp8(model, config.model.fp8)
@@ -82,7 +84,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def check_head(model: Qwen3Model) -> None:
+def check_head(model: Decoder) -> None:
     """Raise UserError when the LM head has adapters: losses are computed from its weight alone."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear) and module.weight is model.head_weight:
@@ -96,8 +98,8 @@ def check_head(model: Qwen3Model) -> None:
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
-    """Normal(0, std) for matrices, ones for norms, without a copy of the model anywhere."""
+def draw_weights(model: Decoder, seed: int, std: float = 0.02) -> None:
+    """Normal(0, std) for matrices, ones for norms, no corrections of routers, without a copy of the model anywhere."""
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
         generator = torch.Generator(local.device).manual_seed(seed)
@@ -105,9 +107,11 @@ def draw_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
             local.fill_(1.0)
         else:
             local.normal_(0.0, std, generator=generator)
+    for buffer in model.checkpoint_buffers().values():
+        buffer.zero_()
 
 
-def apply_expert_parallelism(model: Qwen3Model, parallelism: ParallelismConfig, world: World) -> None:
+def apply_expert_parallelism(model: Decoder, parallelism: ParallelismConfig, world: World) -> None:
     """Give each rank of an expert group its share of the experts, and let the tokens travel there."""
     if world.experts is None:
         return
@@ -130,7 +134,7 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
 
 
-def apply_fsdp(model: Qwen3Model, config: RunConfig, world: World) -> None:
+def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
     """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
     model.dtype. Experts under expert parallelism are sharded over what remains of the island, along a dimension that it
     divides (`expert_dimension`). Activations follow the parameters' dtype from the embedding on; nothing is

@@ -14,19 +14,19 @@ from torch import Tensor
 from prl.config.schema import OptimConfig, RunConfig
 from prl.config.world import takes_turns
 from prl.metrics.mfu import packed_flops
-from prl.models.attention import activate_attention, packed_attention
-from prl.models.checkpoint import load_checkpoint
-from prl.models.moe import RoutingRecorder
-from prl.models.qwen3 import Attend
+from prl.models.checkpoints.reading import load_checkpoint
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.attention import Attend
+from prl.models.layers.packed_attention import activate_attention, packed_attention
 from prl.planning.vllm_arguments import engine_share
 from prl.trainer.compilation import CompileClock
-from prl.trainer.context_parallel import ContextGroup, context_attention, shard_row, sum_over_context
+from prl.trainer.context.parallel import ContextGroup, context_attention, shard_row, sum_over_context
 from prl.trainer.expert_balance import ExpertBalance
-from prl.trainer.head import logprob_head
+from prl.trainer.head.head import logprob_head
+from prl.trainer.head.truncation import KeptSets
+from prl.trainer.memory.optimizer_offload import local_gradients, master_weights, offload_optimizers
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
-from prl.trainer.optimizer_offload import local_gradients, master_weights, offload_optimizers
 from prl.trainer.parallelize import build_model
-from prl.trainer.truncation import KeptSets
 from prl.trainer.world import World, sum_over_world
 from prl.transport.batch import MicroBatch
 

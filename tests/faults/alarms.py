@@ -61,9 +61,9 @@ def nan_loss(module):
 
 FAULTS = {
     "stale_weights": ("prl.inference.engine", stale_weights),
-    "wrong_template": ("prl.models.chat", wrong_template),
+    "wrong_template": ("prl.models.text.chat", wrong_template),
     "slow_trainer": ("prl.trainer.policy", slow_trainer),
-    "nan_loss": ("prl.trainer.rl_loop", nan_loss),
+    "nan_loss": ("prl.trainer.loops.rl_loop", nan_loss),
 }
 module, patch = FAULTS[os.environ["FAULT"]]
 PATCHES = {module: patch}

@@ -129,8 +129,8 @@ MOMENTS = {  # name -> (module, attribute by its dotted path, wrapper)
     "manifest": ("prl.runtime.directory.checkpoints", "_write_manifest", before),
     "before rename": ("prl.runtime.directory.checkpoints", "_write_manifest", after),
     "committed": ("prl.runtime.directory.commits", "commit", after),
-    "publication": ("prl.trainer.rl_loop", "RLTrainer.publish", before),
-    "published": ("prl.trainer.rl_loop", "RLTrainer.publish", after),
+    "publication": ("prl.trainer.loops.rl_loop", "RLTrainer.publish", before),
+    "published": ("prl.trainer.loops.rl_loop", "RLTrainer.publish", after),
     "update": ("prl.orchestrator.engines", "EnginePool.update_weights", before),
     "updated": ("prl.orchestrator.engines", "EnginePool.update_weights", after),
     "optimizer step": ("prl.trainer.policy", "Policy.optimizer_step", before),
@@ -141,7 +141,7 @@ MOMENTS = {  # name -> (module, attribute by its dotted path, wrapper)
     "engine restart": ("prl.inference.server", "main", before),
     "request": ("prl.inference.worker", "EngineWorker.generate", before),
     "request to vLLM": ("prl.inference.vllm.guarding", "Guard._check_body", before_generating),
-    "end": ("prl.trainer.rl_loop", "RLTrainer.end", before),
+    "end": ("prl.trainer.loops.rl_loop", "RLTrainer.end", before),
 }
 
 

@@ -54,6 +54,6 @@ def shorten(name, seconds):
 
 PATCHES = {
     "aiohttp.web": patch_web,
-    "prl.trainer.batches": shorten("LONG_POLL_S", CLIENT_S),
+    "prl.trainer.loops.batches": shorten("LONG_POLL_S", CLIENT_S),
     "prl.orchestrator.server": shorten("LONG_POLL_S", SERVER_S),
 }

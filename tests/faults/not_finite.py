@@ -21,4 +21,4 @@ def patch_trainer(module):
     module.RLTrainer.train_step, module.backward_rl = remember, spoiled
 
 
-PATCHES = {"prl.trainer.rl_loop": patch_trainer}
+PATCHES = {"prl.trainer.loops.rl_loop": patch_trainer}

@@ -1,4 +1,4 @@
-"""What `prl.models.deepep_dispatch` uses of DeepEP, by torch's collectives on CPU: for tests, not for use.
+"""What `prl.models.experts.deepep` uses of DeepEP, by torch's collectives on CPU: for tests, not for use.
 
 Results of asynchronous calls are NaN until their event is waited for, and nothing may be sent that is not there yet.
 """

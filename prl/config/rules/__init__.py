@@ -28,6 +28,7 @@ from prl.config.world import world_of
 COMMON_RULES: tuple[Rule, ...] = (
     names.names_stay_in_their_directory,
     model.card_is_complete,
+    model.expert_groups_are_even,
     model.random_model_names_its_tokenizer,
     model.vocabulary_holds_the_tokens,
     model.stop_tokens_exist,

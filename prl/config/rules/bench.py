@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES
 from prl.config.rules.rule import Refuse
 from prl.config.schema import MemoryConfig, RunConfig
 from prl.config.world import World
@@ -64,7 +65,7 @@ def transformers_stays_plain(config: RunConfig, world: World) -> Iterator[UserEr
         (config.model.attn not in ("auto", "sdpa"), f"model.attn={config.model.attn}", "model.attn=auto"),
         (config.optim.type != "adamw", f"optim.type={config.optim.type}", "optim=adamw"),
         (not config.bench.random_weights, "bench.random_weights=false", "bench.random_weights=true"),
-        (config.model.card.family == "other", "model.card.family=other", "a model of family qwen3 or qwen3_moe"),
+        (not config.model.card.is_native, "model.card.family=other", f"a model of family {' or '.join(FAMILIES)}"),
     ):
         if passed_over:
             yield UserError(

@@ -75,8 +75,9 @@ def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
     lora, card = config.memory_recipe.lora, config.model.card
     if not lora.rank:
         return
-    ours = config.model.impl != "hf" and card.family != "other"
-    known = (*ATTENTION_LINEARS, *(("experts",) if card.num_experts else MLP_LINEARS))
+    ours = config.model.impl != "hf" and card.is_native
+    experts, mlps = ("experts",) if card.num_experts else (), MLP_LINEARS if card.has_dense_mlps else ()
+    known = (*ATTENTION_LINEARS, *experts, *mlps)
     unknown = [target for target in lora.targets if (target not in known if ours else target == "experts")]
     if unknown or not lora.targets:
         yield UserError(

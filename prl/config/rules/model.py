@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES, OPTIONAL, Family
+from prl.config.keys import as_override
 from prl.config.rules.rule import Refuse, first_of, next_divisor
-from prl.config.schema import RunConfig
+from prl.config.schema import ModelCard, RunConfig
 from prl.config.world import World
 
 
@@ -19,12 +21,15 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
             why="grouped-query attention gives each key/value head the same number of query heads",
             fix=f"model.card.num_key_value_heads={next_divisor(card.num_key_value_heads, card.num_attention_heads)}",
         )
-    if card.family == "qwen3_moe":
+    family = FAMILIES.get(card.family)
+    if family is not None:
+        yield from _facts_are_the_familys(config, family)
+    if family is not None and family.has_experts:
         sizes = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": card.hidden_size}
         for key, usual in sizes.items():
             if getattr(card, key) == 0:
                 yield UserError(
-                    f"A qwen3_moe card needs {key}.",
+                    f"A {card.family} card needs {key}.",
                     where=f"model.card.{key}=0",
                     why="the architecture is a mixture of experts",
                     fix=f"model.card.{key}={usual}, or model=tiny_qwen3",
@@ -39,8 +44,7 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
             why="they are counted from 0, and at least one layer must have experts",
             fix="model.card.mlp_only_layers=[]",
         )
-    dense = card.family == "qwen3" or (card.family == "qwen3_moe" and card.mlp_only_layers)
-    if dense and card.intermediate_size == 0:
+    if family is not None and len(card.sparse_layers) < card.num_hidden_layers and card.intermediate_size == 0:
         yield UserError(
             f"A {card.family} card with dense layers needs intermediate_size.",
             where=f"model.card.intermediate_size=0, model.card.mlp_only_layers={list(card.mlp_only_layers)}",
@@ -54,6 +58,14 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
             why="rotary embeddings turn pairs of a head's dimensions",
             fix=f"model.card.head_dim={card.head_dim + 1}",
         )
+    elif card.rotary_dim % 2 or not card.rotary_dim:
+        yield UserError(
+            f"{card.rotary_dim} dimensions of a head cannot be rotated.",
+            where=f"model.card.head_dim={card.head_dim}, "
+            f"model.card.partial_rotary_factor={card.partial_rotary_factor:g}",
+            why="rotary embeddings turn pairs of a head's dimensions",
+            fix="model.card.partial_rotary_factor=1.0",
+        )
     if card.num_experts_per_tok > card.num_experts:
         yield UserError(
             f"A token cannot go to {card.num_experts_per_tok} of {card.num_experts} experts.",
@@ -61,6 +73,49 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
             why="num_experts_per_tok is at most num_experts",
             fix=f"model.card.num_experts_per_tok={card.num_experts}",
         )
+
+
+def _facts_are_the_familys(config: RunConfig, family: Family) -> Iterator[UserError]:
+    """Optional facts of the card that its family has not."""
+    card = config.model.card
+    for key in OPTIONAL:
+        usual = family.always.get(key, ModelCard.model_fields[key].default)
+        value = getattr(card, key)
+        if key not in family.has and value != usual:
+            yield UserError(
+                f"A {card.family} has no {key}={as_override(value)}.",
+                where=f"model.card.family={card.family}, model.card.{key}={as_override(value)}",
+                why=f"of such facts its layers know {', '.join(family.has) or 'none'}",
+                fix=f"model.card.{key}={as_override(usual)}",
+            )
+
+
+def expert_groups_are_even(config: RunConfig, world: World) -> Iterator[UserError]:
+    card = config.model.card
+    if card.n_group == 1 or not card.num_experts:
+        return
+    size = card.num_experts // card.n_group
+    if card.num_experts % card.n_group or size < 2:
+        yield UserError(
+            f"{card.num_experts} experts cannot be cut into {card.n_group} groups.",
+            where=f"model.card.n_group={card.n_group}, model.card.num_experts={card.num_experts}",
+            why="groups are equal, and each is worth the sum of its two best experts",
+            fix="model.card.n_group=1 model.card.topk_group=1",
+        )
+    elif card.topk_group > card.n_group or card.topk_group * size < card.num_experts_per_tok:
+        yield UserError(
+            f"A token cannot find {card.num_experts_per_tok} experts in {card.topk_group} of {card.n_group} groups.",
+            where=f"model.card.topk_group={card.topk_group}, model.card.n_group={card.n_group}, "
+            f"model.card.num_experts_per_tok={card.num_experts_per_tok}",
+            why=f"a group has {size} experts",
+            fix=f"model.card.topk_group={card.n_group}",
+        )
+
+
+def is_corrected(config: RunConfig) -> bool:
+    """Whether checkpoints, and so engines, have the bias of the router's choice."""
+    family = FAMILIES.get(config.model.card.family)
+    return family is not None and family.corrected
 
 
 random_model_names_its_tokenizer = Refuse(
@@ -105,7 +160,7 @@ router_bias_has_a_router = first_of(
         fix="model.router_bias_update_rate=0",
     ),
     Refuse(
-        lambda c, w: w.has_engines,
+        lambda c, w: w.has_engines and not is_corrected(c),
         "The engines would choose other experts than the trainer.",
         where="{model.router_bias_update_rate=}",
         why="the router's bias is no part of Hugging Face checkpoints, so engines sample without it; and where the "
@@ -116,7 +171,7 @@ router_bias_has_a_router = first_of(
 )
 
 engine_knows_the_model = Refuse(
-    lambda c, w: w.has_engines and c.model.card.family == "other" and c.inference.engine == "torch",
+    lambda c, w: w.has_engines and not c.model.card.is_native and c.inference.engine == "torch",
     "The built-in engine cannot run {model.name}.",
     where="{inference.engine=}, {model.card.family=}",
     why="it runs the models of prl/models; other families can be trained, but need another engine to sample",

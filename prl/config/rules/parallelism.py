@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES
 from prl.config.keys import as_override
 from prl.config.rules.rule import Refuse, each_of, first_of, next_divisor
 from prl.config.schema import ParallelismConfig, RunConfig
@@ -217,13 +218,13 @@ def mesh_fills_the_devices(config: RunConfig, world: World) -> Iterator[UserErro
 
 def custom_code_is_there(config: RunConfig, world: World) -> Iterator[UserError]:
     model, memory, mesh = config.model, config.memory_recipe, world.mesh
-    if model.impl != "hf" and model.card.family != "other":
+    if model.impl != "hf" and model.card.is_native:
         return
     if model.impl == "custom":
         yield UserError(
             f"There is no code of ours for {model.name}.",
             where="model.impl=custom, model.card.family=other",
-            why="prl/models knows the families qwen3 and qwen3_moe",
+            why=f"prl/models knows the families {', '.join(FAMILIES)}",
             fix="model.impl=hf",
         )
     for broken, where, fix in (

@@ -36,7 +36,9 @@ from prl.inference.vllm.causes import REFUSALS, log_end, refused, root_cause
 from prl.inference.vllm.flat_logprobs import answer_flat
 from prl.inference.vllm.guarding import Guard, TimedProtocol
 from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
-from prl.models.checkpoint import check_card, check_files, resolve_model_path
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import check_files
+from prl.models.checkpoints.sources import resolve_model_path
 from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import server_arguments, to_argv
 from prl.runtime.process.child import ChildContext

@@ -1,0 +1,90 @@
+"""`model=auto`: the card of a checkpoint from its config.json."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from prl.config.cards import facts_of
+from prl.config.errors import ConfigError, UserError
+from prl.config.families import FAMILIES, Family
+from prl.config.hub import fetch_config_json
+from prl.config.keys import as_override
+
+UNNAMED = "auto"
+NO_PATH = UserError(
+    "model=auto needs a checkpoint.",
+    where="model.path=null",
+    why="its config.json is the card",
+    fix="model.path=/path/to/a/Hugging-Face/checkpoint, or a name on the hub",
+)
+FREE = ("max_position_embeddings",)  # what a user may say otherwise than the checkpoint does
+
+
+def complete_card(model: dict[str, Any]) -> None:
+    """Fill what the card leaves to the checkpoint, null in conf/model/auto.yaml, in place.
+
+    Args:
+        model: group `model` as composed.
+
+    Raises:
+        ConfigError: for a config.json that is not to be had, and keys of the user's that contradict it.
+    """
+    card, path = model.get("card"), model.get("path")
+    if not isinstance(card, dict) or card.get("family") is not None:
+        return
+    if not isinstance(path, str):
+        raise ConfigError([NO_PATH])
+    try:
+        facts = _facts(path)
+    except UserError as error:
+        raise ConfigError([error]) from error
+    said = {key: value for key, value in card.items() if value is not None}
+    wrong = [key for key in said if key in facts and key not in FREE and _plain(said[key]) != _plain(facts[key])]
+    if wrong:
+        raise ConfigError([_contradiction(key, said[key], facts[key], path) for key in wrong])
+    family = FAMILIES.get(facts["family"], Family(""))
+    usual = {"cp_styles": family.cp_styles, "ac_targets": family.ac_targets}
+    model["card"] = {**usual, **facts, **said}
+    if model.get("name") == UNNAMED:
+        model["name"] = Path(path).name
+
+
+@functools.cache
+def _facts(path: str) -> dict[str, Any]:
+    directory = Path(path).expanduser()
+    file = directory / "config.json" if directory.is_dir() else fetch_config_json(path)
+    try:
+        return facts_of(json.loads(file.read_text()))
+    except ValidationError as error:
+        item = error.errors()[0]
+        raise _unreadable(file, f"{'.'.join(map(str, item['loc']))}: {item['msg']}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+
+def _unreadable(file: Path, why: str) -> UserError:
+    return UserError(
+        "config.json of the checkpoint cannot be read.",
+        where=str(file),
+        why=why,
+        fix="model.path=/path/to/a/Hugging-Face/checkpoint, or a card of yours: model=qwen3_4b model.card.KEY=VALUE",
+    )
+
+
+def _plain(value: Any) -> Any:
+    dumped = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
+    return list(dumped) if isinstance(dumped, tuple) else dumped
+
+
+def _contradiction(key: str, said: Any, fact: Any, path: str) -> UserError:
+    return UserError(
+        f"The checkpoint has {key}={as_override(fact)}, not {as_override(said)}.",
+        where=f"model.card.{key}={as_override(said)}, model.path={path}",
+        why="its config.json says so, and its weights have that shape",
+        fix=f"model.card.{key}=null, which is what the checkpoint has",
+    )

@@ -1,0 +1,115 @@
+"""Model cards from the config.json of Hugging Face checkpoints, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prl.config.families import FAMILIES, Family
+from prl.config.schema_model import ModelCard, RopeScaling
+
+# facts of the card that config.json has under the same name; of the optional ones, those of the family
+COMMON = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+OTHER_NAMES = {  # a fact -> further names that checkpoints have for it
+    "num_experts": ("n_routed_experts", "num_local_experts"),
+    "num_key_value_heads": ("num_attention_heads",),
+    "rms_norm_eps": ("layer_norm_epsilon",),
+}
+
+
+def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
+    """The config.json with which transformers and vLLM build the same architecture."""
+    family = FAMILIES[card.family]
+    facts = [*COMMON, *(key for key in family.has if key not in ROTARY and key != "mlp_only_layers")]
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": card.family,
+        "hidden_act": "silu",
+        "dtype": "float32",
+        **family.writes,
+        **{family.keys.get(key, key): getattr(card, key) for key in facts if key not in _replaced(family)},
+        "rope_theta": card.rope_theta,
+    }
+    if card.rope_scaling is not None:
+        config["rope_scaling"] = card.rope_scaling.model_dump(exclude_none=True)
+    if "partial_rotary_factor" in family.has:
+        config["partial_rotary_factor"] = card.partial_rotary_factor
+        config["rotary_dim"] = card.rotary_dim
+    if family.dense_first:
+        config["first_k_dense_replace"] = len(card.mlp_only_layers)
+    elif "mlp_only_layers" in family.has:
+        config["mlp_only_layers"] = list(card.mlp_only_layers)
+    return config
+
+
+def _replaced(family: Family) -> tuple[str, ...]:
+    """Facts whose name in config.json means another one."""
+    return tuple(key for key in family.keys.values() if key in COMMON)
+
+
+def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of each fact of the card that it says anything of. `family` is "other" for those that
+    transformers' own code runs.
+    """
+    kind = str(config.get("model_type"))
+    family = FAMILIES.get(kind, Family(""))
+    facts: dict[str, Any] = {"family": kind if kind in FAMILIES else "other", **family.always}
+    for key in (*COMMON, *family.has):
+        names = (family.keys.get(key, key), *OTHER_NAMES.get(key, ()))
+        found = [config[name] for name in names if config.get(name) is not None]
+        if found and key not in _replaced(family) and key not in ROTARY:
+            facts[key] = found[0]
+    if "head_dim" not in facts and {"hidden_size", "num_attention_heads"} <= facts.keys():
+        facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
+    if family.dense_first:
+        facts["mlp_only_layers"] = tuple(range(config.get("first_k_dense_replace") or 0))
+    elif "mlp_only_layers" in facts:
+        facts["mlp_only_layers"] = tuple(facts["mlp_only_layers"])
+    return facts | _rotary_facts(config, facts, family)
+
+
+def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What it says of rotary embeddings, as transformers 5 and 4 have it."""
+    rotary = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    rotary.setdefault("rope_type", rotary.pop("type", "default"))
+    return rotary
+
+
+def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    rotary = rotary_of(config)
+    found: dict[str, Any] = {}
+    theta = rotary.get("rope_theta", config.get("rope_theta"))
+    if theta is not None:
+        found["rope_theta"] = theta
+    if "partial_rotary_factor" in family.has:
+        part = rotary.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if part is None and config.get("rotary_dim") and facts.get("head_dim"):
+            part = config["rotary_dim"] / facts["head_dim"]
+        if part is not None:
+            found["partial_rotary_factor"] = part
+    if "rope_scaling" in family.has:
+        known = {key: value for key, value in rotary.items() if key in RopeScaling.model_fields and value is not None}
+        found["rope_scaling"] = None if rotary["rope_type"] == "default" else RopeScaling.model_validate(known)
+    return found
+
+
+def not_built(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a config.json with which its architecture has something that the layers of its family here have not."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return {}
+    odd = {key: config[key] for key, known in family.builds.items() if key in config and config[key] not in known}
+    kind = rotary_of(config)["rope_type"]
+    return odd | ({} if kind in ("default", "linear", "llama3", "yarn") else {"rope_type": kind})

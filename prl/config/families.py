@@ -1,0 +1,96 @@
+"""What rules, plans and readers of config.json need to know of a family of models. Its layers are in
+prl/models/families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from prl.config.schema_model import CpStyle, FamilyName
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "norm_topk_prob")
+DEEPSEEK_ROUTER = (*EXPERTS, "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
+GATED_DENSE, GATED_EXPERTS = ("norm", "act", "attn_proj", "mlp"), ("norm", "act", "attn_proj", "moe")
+
+OPTIONAL = (*DEEPSEEK_ROUTER, "attention_bias", "use_qk_norm", "rope_scaling", "partial_rotary_factor")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json."""
+
+    architecture: str  # the class of transformers and vLLM
+    has: tuple[str, ...] = ()  # optional facts of the card that say something of it
+    always: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # facts that config.json does not spell out
+    keys: Mapping[str, str] = field(default_factory=lambda: NOTHING)  # the card's name of a fact -> config.json's
+    # what config.json says where it says it: what the layers are built for, and nothing else
+    builds: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NOTHING)
+    writes: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # what engines want to read besides
+    dense_first: bool = False  # config.json counts the dense layers, which are the first (first_k_dense_replace)
+    qk_norm: Literal["none", "head", "all"] = "head"  # where the card has norms of queries and keys
+    output_bias: bool = False  # attention_bias is of o_proj, too
+    corrected: bool = False  # checkpoints have a correction of the router's choice
+    cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
+    ac_targets: tuple[str, ...] = GATED_DENSE
+
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts" in self.has
+
+
+SILU = {"hidden_act": ("silu",)}
+NO_WINDOW = {"use_sliding_window": (False, None)}
+SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        has=("attention_bias", "rope_scaling"),
+        always={"use_qk_norm": False},
+        qk_norm="none",
+        output_bias=True,
+        builds={**SILU, "mlp_bias": (False,)},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        has=("rope_scaling",),
+        builds={**SILU, **NO_WINDOW, "attention_bias": (False,)},
+        writes={"attention_bias": False, "use_sliding_window": False},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        has=(*EXPERTS, "rope_scaling"),
+        builds={**SILU, **NO_WINDOW, "attention_bias": (False,), "decoder_sparse_step": (1,)},
+        writes={"attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
+        ac_targets=GATED_EXPERTS,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        has=(*DEEPSEEK_ROUTER, "attention_bias", "use_qk_norm", "rope_scaling", "partial_rotary_factor"),
+        keys={"num_experts": "n_routed_experts"},
+        builds={**SILU, **SIGMOID},
+        writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        dense_first=True,
+        corrected=True,
+        ac_targets=GATED_EXPERTS,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        has=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "rope_scaling", "partial_rotary_factor"),
+        keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        builds={**SILU, "scoring_func": ("sigmoid",), "qk_norm_type": ("per_layer",), "use_qk_norm": (True,)},
+        writes={"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+        qk_norm="all",
+        corrected=True,
+        ac_targets=GATED_EXPERTS,
+    ),
+}
+
+
+def family_of(name: FamilyName) -> Family | None:
+    """None for families that transformers' own code runs."""
+    return FAMILIES.get(name)

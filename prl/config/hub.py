@@ -1,0 +1,131 @@
+"""Checkpoints and data sets of the Hugging Face hub: from its cache (HF_HOME), or fetched into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from prl.config.errors import UserError
+from prl.config.wanted import is_path
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Kind = Literal["model", "dataset"]
+
+
+def fetch_checkpoint(repo_id: str) -> Path:
+    """The snapshot of a model, fetched unless the cache has it. Raises UserError when it is not to be had."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
+                ignore_patterns=["consolidated*", "original/*"],  # the same weights once more, for other programs
+            )
+        )
+    except Exception as error:  # the hub client raises a dozen unrelated types for "not there" and "no network"
+        why, fix = why_not(error, repo_id, "model")
+        folder = Path(repo_id).parent
+        if is_path(repo_id) or (folder != Path() and folder.is_dir()):
+            also = "" if is_path(repo_id) else f"; nor could it be had as a name of the Hugging Face hub: {why}"
+            raise UserError(
+                f"there is no directory {Path(repo_id).expanduser().absolute()}",
+                where=f"model.path={repo_id}",
+                why=f"it is to hold the weights of the model{also}",
+                fix="model.path=/path/to/checkpoint",
+            ) from error
+        raise UserError(
+            f"model {repo_id!r} is neither a directory nor could it be fetched from the Hugging Face hub",
+            where=f"model.path={repo_id}",
+            why=why,
+            fix=f"{fix}; or model.path=/path/to/checkpoint",
+        ) from error
+
+
+def fetch_config_json(repo_id: str) -> Path:
+    """The config.json of a model alone, fetched unless the cache has it. Raises UserError as `fetch_checkpoint`."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo_id, "config.json"))
+    except Exception as error:  # see fetch_checkpoint
+        why, fix = why_not(error, repo_id, "model")
+        raise UserError(
+            f"model {repo_id!r} is neither a directory nor could its config.json be fetched from the Hugging Face hub",
+            where=f"model.path={repo_id}",
+            why=why,
+            fix=f"{fix}; or model.path=/path/to/checkpoint",
+        ) from error
+
+
+def load_rows(name: str, split: str, args: dict[str, Any]) -> Dataset:
+    """One split of a data set by `datasets.load_dataset`, which without network knows only what it has itself read
+    before: here what `hf download` has brought is found, too. Raises whatever `datasets` raises.
+
+    args: of `load_dataset`, beside the name and the split.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, split=split, **args)
+    except Exception:  # see fetch_checkpoint
+        snapshot = _cached_data_set(name, args.get("revision"))
+        if snapshot is None:
+            raise
+    own = {key: value for key, value in args.items() if key not in ("path", "revision")}
+    return datasets.load_dataset(str(snapshot), split=split, **own)
+
+
+def _cached_data_set(name: str, revision: str | None) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
+    except Exception:  # not in the cache, or not the name of a repository
+        return None
+
+
+def why_not(error: Exception, name: str, kind: Kind) -> tuple[str, str]:
+    """Of what could not be had from the hub: why, and what to do about it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    lines = str(error).strip().splitlines()
+    why = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    site = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+    if isinstance(error, HFValidationError) or is_path(name):
+        return f"there is no directory {name}, and the hub has no such names", "correct the path"
+    if isinstance(error, GatedRepoError) or "gated" in why:
+        return why, f"accept its terms at {site}, then `hf auth login`, or HF_TOKEN=... in the environment"
+    if isinstance(error, RepositoryNotFoundError) or "doesn't exist on the Hub" in why:
+        return why, f"correct the name; for a private one `hf auth login`, or HF_TOKEN=... in the environment ({site})"
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        place = "HF_DATASETS_CACHE" if kind == "dataset" else "HF_HOME"
+        return why, f"{place}=/a/directory/that/can/be/written in the environment"
+    if isinstance(error, ValueError | TypeError):
+        return why, "correct the split or the arguments"
+    if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError | LocalEntryNotFoundError):
+        why = f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it"
+    fetch = fetch_command(name, kind)
+    return why, f"`{fetch}` where there is network (a gated one wants `hf auth login` before), with the same HF_HOME"
+
+
+def fetch_command(name: str, kind: Kind) -> str:
+    return f"hf download {'--repo-type=dataset ' if kind == 'dataset' else ''}{name}"
+
+
+def repair(file: Path) -> str:
+    """What brings back a checkpoint's file that is missing or damaged."""
+    folder = file.parent.parent.parent.name  # models--OWNER--NAME/snapshots/COMMIT/file
+    if file.parent.parent.name != "snapshots" or not folder.startswith("models--"):
+        return "fetch the file again"
+    command = fetch_command(folder.removeprefix("models--").replace("--", "/", 1), "model")
+    return f"fetch the file again: `{command} {file.name}{' --force-download' if file.exists() else ''}`"

@@ -1,0 +1,121 @@
+"""The group `model`: a card of architecture facts, which weights, which code runs them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from prl.config.schema_fields import (
+    DirectoryOrName,
+    Group,
+    NonNegative,
+    NonNegativeFloat,
+    Number,
+    Positive,
+    PositiveFloat,
+    RotaryPart,
+    Seed,
+)
+
+FamilyName = Literal["llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "other"]
+CpStyle = Literal["ulysses", "ring"]
+
+
+class RopeScaling(BaseModel):
+    """How rotary embeddings are stretched beyond the context that they were trained with, in the words of config.json.
+
+    linear: positions divided by `factor` (arXiv:2306.15595). llama3: slow frequencies divided, fast ones kept, those
+    between blended (Llama 3, arXiv:2407.21783). yarn: arXiv:2309.00071.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: PositiveFloat
+    original_max_position_embeddings: Positive | None = None
+    low_freq_factor: PositiveFloat | None = None  # llama3
+    high_freq_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None  # yarn; turns within the old context from which a frequency is kept
+    beta_slow: PositiveFloat | None = None  # and up to which it is divided
+    mscale: Number | None = None
+    mscale_all_dim: Number | None = None
+    attention_factor: PositiveFloat | None = None
+    truncate: bool | None = None
+
+
+class ModelCard(Group):
+    """Architecture facts that rules and the plan need before any checkpoint is opened.
+
+    For a model without `path` the card *is* the architecture; for one with a path, the checkpoint's config.json must
+    agree. `prl/config/families.py` says which of the optional facts a family has.
+    """
+
+    family: FamilyName
+    num_hidden_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    attention_bias: bool = False  # of q, k and v; of llama's o, too
+    use_qk_norm: bool = True
+    intermediate_size: NonNegative = 0
+    num_experts: NonNegative = 0
+    num_experts_per_tok: NonNegative = 0
+    moe_intermediate_size: NonNegative = 0
+    n_shared_experts: NonNegative = 0  # as wide as so many experts, seen by every token
+    mlp_only_layers: tuple[NonNegative, ...] = ()  # of a mixture of experts, the layers that are dense
+    norm_topk_prob: bool = True
+    routed_scaling_factor: PositiveFloat = 1.0  # of the mixing weights
+    n_group: Positive = 1  # of experts; a token goes to those of its best topk_group groups alone
+    topk_group: Positive = 1
+    vocab_size: Positive
+    max_position_embeddings: Positive = 4096
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: RotaryPart = 1.0  # of each head, from its first dimension on
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+    cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
+    ac_targets: tuple[str, ...] = ()
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Those with experts."""
+        return [i for i in range(self.num_hidden_layers) if self.num_experts and i not in self.mlp_only_layers]
+
+    @property
+    def has_dense_mlps(self) -> bool:
+        """Whether some layer has an MLP that every token sees."""
+        return len(self.sparse_layers) < self.num_hidden_layers or self.n_shared_experts > 0
+
+    @property
+    def is_native(self) -> bool:
+        """Whether prl/models has layers for it; transformers' own otherwise."""
+        return self.family != "other"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rotary embeddings turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+class ModelConfig(Group):
+    """Group `model`: which weights, which code runs them."""
+
+    name: str
+    path: DirectoryOrName | None = (
+        None  # Hugging Face checkpoint directory or hub id; None: random weights made from the card
+    )
+    tokenizer: DirectoryOrName | None = (
+        None  # directory or hub id; None: the one at `path`; "byte": the built-in byte-level one
+    )
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    attn: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; master weights are always float32
+    fp8: Literal["none", "deep_gemm", "emulated"] = "none"  # block-scaled training GEMMs; emulated: same rounding, slow
+    router_bias_update_rate: NonNegativeFloat = 0.0  # aux-loss-free load balancing (arXiv:2408.15664); 0: off
+    init_seed: Seed = (
+        0  # of the random weights when path is None; not seed, so that runs of all seeds begin with the same
+    )
+    card: ModelCard

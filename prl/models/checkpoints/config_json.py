@@ -1,0 +1,58 @@
+"""The config.json of a checkpoint, against the card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prl.config.auto_card import FREE
+from prl.config.cards import facts_of, not_built
+from prl.config.errors import UserError
+from prl.config.keys import as_override
+from prl.config.schema import ModelCard
+
+OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """Raises UserError for one that cannot be read."""
+    try:
+        return dict(json.loads((path / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"config.json of the checkpoint cannot be read: {error}",
+            where=str(path / "config.json"),
+            fix="model.path=/path/to/a/Hugging-Face/checkpoint",
+        ) from error
+
+
+def check_card(path: Path, card: ModelCard) -> None:
+    """Raise UserError unless the checkpoint's config.json agrees with the card."""
+    config = read_config_json(path)
+    says = facts_of(config)
+    if not card.is_native:  # of a family of transformers' only what all families call the same
+        says = {key: says[key] for key in (*OF_ALL, "tie_word_embeddings") if key in says}
+    elif odd := not_built(config):
+        raise UserError(
+            "the checkpoint has what the layers of its family have not here: "
+            + ", ".join(f"{key}={value}" for key, value in odd.items()),
+            where=str(path / "config.json"),
+            why=f"prl/models builds {card.family} without it",
+            fix="model.impl=hf"
+            + (", or remove it from config.json if sequences are short" if "rope_type" in odd else ""),
+        )
+    wrong = [key for key, value in says.items() if key not in FREE and getattr(card, key) != value]
+    if wrong:
+        raise UserError(
+            "the model card does not describe this checkpoint: "
+            + "; ".join(f"{key}: card {_text(getattr(card, key))}, checkpoint {_text(says[key])}" for key in wrong),
+            where=f"model.card, {path / 'config.json'}",
+            why="rules and plan are computed from the card",
+            fix="another model= or model.path=; or, if this is the model that you want, model=auto, or "
+            + " ".join(f"model.card.{key}={_text(says[key])}" for key in wrong),
+        )
+
+
+def _text(value: Any) -> str:
+    return as_override(value)

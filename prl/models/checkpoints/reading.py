@@ -1,0 +1,158 @@
+"""Hugging Face checkpoints, read tensor by tensor into (possibly sharded) parameters: reading slices the files, and no
+process holds the whole model unless the model is unsharded there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from prl.config.errors import UserError
+from prl.config.hub import repair
+from prl.config.schema import ModelCard
+from prl.models.adapters.lora import cast_parameters, is_adapter
+from prl.models.families.build import build_decoder
+from prl.models.layers.decoder import Decoder
+from prl.models.names.region import Region
+
+INDEX = "model.safetensors.index.json"
+
+
+def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The whole model on one device, in eval mode (inference)."""
+    with torch.device("meta"):
+        model = build_decoder(card)
+    cast_parameters(model, dtype, requires_grad=False)  # corrections of routers stay in float32
+    model.to_empty(device=device)
+    load_checkpoint(model, path)
+    return model.eval()
+
+
+def load_checkpoint(model: Decoder, path: Path, params: Mapping[str, Tensor] | None = None) -> None:
+    """`load_weights` from the files at `path`. Raises UserError when they are damaged or do not fit the model."""
+    try:
+        load_weights(model, read_tensors(path), params)
+    except ValueError as error:
+        raise UserError(
+            f"the checkpoint cannot be loaded: {error}",
+            where=str(path),
+            why="its files are incomplete, or are those of another model",
+            fix="fetch the checkpoint again, or correct model.path",
+        ) from error
+
+
+def check_files(path: Path) -> None:
+    """Raise UserError unless all files are there that weights are read from."""
+    files = weight_files(path)
+    if not files:
+        raise UserError(
+            "no *.safetensors in the checkpoint directory",
+            where=str(path),
+            why="weights are read from safetensors only",
+            fix="model.path=/path/to/a/Hugging-Face/checkpoint",
+        )
+    if gone := [file for file in files if not file.exists()]:  # of the hub's cache also a link to what is not there
+        raise UserError(
+            f"{gone[0].name} is missing" + (f", and {len(gone) - 1} files more" if gone[1:] else ""),
+            where=str(gone[0]),
+            why=f"{INDEX} lists {len(files)} files; the download may have ended early, or the index is another's",
+            fix=repair(gone[0]),
+        )
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """(name, slice) of every tensor in the checkpoint; a slice reads from disk what is indexed out of it."""
+    from safetensors import SafetensorError, safe_open
+
+    check_files(path)
+    with ExitStack() as stack:
+        for file in weight_files(path):
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise UserError(f"{file.name} is damaged: {error}", where=str(file), fix=repair(file)) from error
+            for name in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
+                yield name, handle.get_slice(name)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Those that the index lists, else model.safetensors, else all there are."""
+    index, single = path / INDEX, path / "model.safetensors"
+    if index.is_file():
+        return sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+
+
+@torch.no_grad()
+def load_weights(
+    model: Decoder, tensors: Iterable[tuple[str, Any]], params: Mapping[str, Tensor] | None = None
+) -> None:
+    """Copy Hugging Face tensors (or lazy slices) into the model in place, each rank only its own part.
+
+    params: what to copy into instead of the model's parameters, by their names and sharded as they are.
+    Raises ValueError naming what is missing, unknown or of another shape; parameters already copied stay copied.
+    """
+    params = dict(params or model.named_parameters()) | model.checkpoint_buffers()
+    missing = _expected_regions(model)
+    for name, tensor in tensors:
+        region = model.locate(name)
+        if region is None:
+            continue
+        if region.param not in params:
+            raise ValueError(f"checkpoint tensor {name} has no place in {type(model).__name__}")
+        shape = list(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
+        if shape != (expected := _shape_of(region, params[region.param])):
+            raise ValueError(f"checkpoint tensor {name} has shape {shape}, but {type(model).__name__} needs {expected}")
+        _copy_region(params[region.param], region, tensor)
+        missing.discard(region)
+        if region == Region(
+            region.param
+        ):  # the parameter in one piece, though its checkpoints usually have it in parts
+            missing = {part for part in missing if part.param != region.param}
+    if missing:
+        names = sorted({region.param for region in missing})
+        raise ValueError(
+            f"{len(missing)} tensors are missing from the checkpoint, among them for {', '.join(names[:3])}"
+        )
+
+
+def _expected_regions(model: Decoder) -> set[Region]:
+    tensors = dict(model.named_parameters()) | model.checkpoint_buffers()
+    meta = ((name, torch.empty(t.shape, device="meta")) for name, t in tensors.items() if not is_adapter(name))
+    regions = (model.locate(hf_name) for name, t in meta for hf_name, _ in model.to_hf(name, t))
+    return {region for region in regions if region is not None}
+
+
+def _shape_of(region: Region, param: Tensor) -> list[int]:
+    """Of the checkpoint tensor that fills `region`; `param` has its whole shape, sharded or not."""
+    shape = list(param.shape)[0 if region.expert is None else 1 :]
+    return [region.rows[1] - region.rows[0], *shape[1:]] if region.rows else shape
+
+
+def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
+    """Copy the part of `tensor` that this rank holds; `tensor` covers `region` of the whole parameter."""
+    local, offset = param.data, [0] * param.dim()
+    if isinstance(param, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        local, offset = param.to_local(), list(offsets)
+    if region.expert is not None:
+        index = region.expert - offset[0]
+        if not 0 <= index < local.shape[0]:
+            return
+        local, offset = local[index], offset[1:]
+    start = region.rows[0] if region.rows else 0
+    stop = region.rows[1] if region.rows else (param.shape[1] if region.expert is not None else param.shape[0])
+    low, high = max(start, offset[0]), min(stop, offset[0] + local.shape[0])
+    if low < high:
+        part = tensor[low - start : high - start]
+        for dim in range(1, local.dim()):  # columns, where experts are sharded along them
+            part = part.narrow(dim, min(offset[dim], part.shape[dim]), local.shape[dim])
+        local[low - offset[0] : high - offset[0]].copy_(part)

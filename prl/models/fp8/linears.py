@@ -1,0 +1,147 @@
+"""Training with block-scaled FP8 GEMMs (DeepSeek-V3, arXiv:2412.19437): linears; `fp8_experts` has the grouped experts.
+
+Forward, input gradient and weight gradient all multiply e4m3 values; master weights, gradients, accumulation and what
+happens between the GEMMs stay as they were. Embeddings, LM head, router and norms are left alone. Weights are cast anew
+in each forward and backward pass, because sharded training holds them whole only then, and values kept from forward to
+backward would be another copy of the model. Activations are saved in bfloat16 and cast along tokens in backward.
+
+Linears that read the same input are one operation: it is cast once, and their input gradients are one GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.experts.stacked import Experts
+from prl.models.fp8.cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks
+from prl.models.fp8.experts import Fp8Experts
+from prl.models.fp8.gemm import Backend, deep_gemm, multiply, multiply_columns
+from prl.models.layers.attention import Attention
+from prl.models.layers.mlp import DenseMLP
+
+KEPT = ("embed_tokens", "lm_head", "gate")  # names of modules that stay as they are; "gate" is the router
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("prl::fp8_linears", mutates_args=())
+def fp8_linears(x: Tensor, weights: list[Tensor], backend: str) -> list[Tensor]:
+    """x [T, K], weights [N_i, K] -> x weight^T [T, N_i] in x's dtype."""
+    rows = cast_rows(x)
+    return [multiply(rows, cast_blocks(weight), x.dtype, backend) for weight in weights]
+
+
+@fp8_linears.register_fake
+def _(x: Tensor, weights: list[Tensor], backend: str) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
+
+
+@torch.library.custom_op("prl::fp8_linears_backward", mutates_args=())
+def fp8_linears_backward(
+    grads: list[Tensor], x: Tensor, weights: list[Tensor], backend: str, wants_x: bool, wants_weights: bool
+) -> list[Tensor]:
+    """grads [T, N_i] -> gradients of x [T, K] and of the weights [N_i, K]; empty where they are not wanted."""
+    rows, columns = cast(grads, wants_x, wants_weights)
+    grad_x, grad_weights = x.new_empty(0), [weight.new_empty(0) for weight in weights]
+    if wants_x:
+        grad_x = multiply(rows, join_blocks(weights, transposed=True), x.dtype, backend)
+    if wants_weights:
+        joined = multiply_columns(columns, cast_columns(x), x.dtype, backend)
+        parts = joined.split([len(weight) for weight in weights])
+        grad_weights = [joined] if len(parts) == 1 else [part.clone() for part in parts]
+    return [grad_x, *grad_weights]
+
+
+@fp8_linears_backward.register_fake
+def _(
+    grads: list[Tensor], x: Tensor, weights: list[Tensor], backend: str, wants_x: bool, wants_weights: bool
+) -> list[Tensor]:
+    grad_x = x.new_empty(x.shape) if wants_x else x.new_empty(0)
+    return [grad_x, *(w.new_empty(w.shape) if wants_weights else w.new_empty(0) for w in weights)]
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: list[Tensor]) -> None:
+    x, weights, ctx.backend = inputs
+    ctx.wants_weights = [weight.requires_grad for weight in weights]
+    ctx.save_for_backward(x, *weights)
+
+
+def _linears_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, list[Tensor | None], None]:
+    x, *weights = ctx.saved_tensors
+    wants_x, wanted = ctx.needs_input_grad[0], ctx.wants_weights
+    grad_x, *grad_weights = fp8_linears_backward(list(grads), x, weights, ctx.backend, wants_x, any(wanted))
+    kept = [grad if wants else None for grad, wants in zip(grad_weights, wanted, strict=True)]
+    return grad_x if wants_x else None, kept, None
+
+
+fp8_linears.register_autograd(_linears_backward, setup_context=_save_inputs)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose three GEMMs are block-scaled. Takes over the parameters of the one that it replaces."""
+
+    def __init__(self, linear: nn.Linear, backend: Backend) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.backend = linear.in_features, linear.out_features, backend
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        return apply_linears(x, [self])[0]
+
+
+def apply_linears(x: Tensor, linears: Sequence[Fp8Linear]) -> list[Tensor]:
+    """x [..., K] -> what each linear makes of it, [..., N_i]."""
+    weights = [linear.weight for linear in linears]
+    products = fp8_linears(x.reshape(-1, x.shape[-1]), weights, linears[0].backend)
+    results = [y.view(*x.shape[:-1], y.shape[-1]) for y in products]
+    return [y if linear.bias is None else y + linear.bias for y, linear in zip(results, linears, strict=True)]
+
+
+class Fp8Attention(Attention):
+    """q, k and v from one operation."""
+
+    def multiply(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = apply_linears(x, [self.q_proj, self.k_proj, self.v_proj])  # type: ignore[list-item]
+        return q, k, v
+
+
+class Fp8DenseMLP(DenseMLP):
+    """Gate and up from one operation."""
+
+    def forward(self, x: Tensor, recorder: RoutingRecorder | None = None) -> Tensor:
+        gate, up = apply_linears(x, [self.gate_proj, self.up_proj])  # type: ignore[list-item]
+        return self.down_proj(self.activate(gate, up))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def apply_fp8(model: nn.Module, backend: Backend) -> None:
+    """Have all linears and experts of a model multiply in FP8. Before compilation, checkpointing and sharding.
+
+    Raises UserError when DeepGEMM is asked for and cannot run here.
+    """
+    if backend == "deep_gemm":
+        deep_gemm()
+    for module in list(model.modules()):
+        if isinstance(module, Experts):
+            module.__class__ = Fp8Experts
+            assert isinstance(module, Fp8Experts)
+            module.backend = backend
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and name not in KEPT:
+                setattr(module, name, Fp8Linear(child, backend))
+        if isinstance(module, Attention):
+            module.__class__ = Fp8Attention
+        elif isinstance(module, DenseMLP):
+            module.__class__ = Fp8DenseMLP

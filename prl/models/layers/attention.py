@@ -1,0 +1,49 @@
+"""Projections around the attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor, nn
+
+from prl.config.schema import ModelCard
+from prl.models.layers.norm import RMSNorm
+from prl.models.layers.rope import rotate
+
+# attend(layer_idx, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]; q and k are already rotated
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+QkNorm = Literal["head", "all"]  # of each head alone, or of all heads of a token together
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv:2305.13245)."""
+
+    def __init__(
+        self, card: ModelCard, layer_idx: int, qk_norm: QkNorm | None = "head", output_bias: bool = False
+    ) -> None:
+        """output_bias: of o_proj; that of q, k and v is the card's."""
+        super().__init__()
+        self.layer_idx, self.head_dim, self.qk_norm = layer_idx, card.head_dim, qk_norm
+        q_dim, kv_dim = card.num_attention_heads * card.head_dim, card.num_key_value_heads * card.head_dim
+        self.q_proj = nn.Linear(card.hidden_size, q_dim, bias=card.attention_bias)
+        self.k_proj = nn.Linear(card.hidden_size, kv_dim, bias=card.attention_bias)
+        self.v_proj = nn.Linear(card.hidden_size, kv_dim, bias=card.attention_bias)
+        self.o_proj = nn.Linear(q_dim, card.hidden_size, bias=output_bias)
+        if qk_norm is not None:
+            self.q_norm = RMSNorm(card.head_dim if qk_norm == "head" else q_dim, card.rms_norm_eps)
+            self.k_norm = RMSNorm(card.head_dim if qk_norm == "head" else kv_dim, card.rms_norm_eps)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, H] -> q [N, Hq, D], k and v [N, Hkv, D], as `Attend` wants them."""
+        q, k, v = self.multiply(x)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.view(len(x), -1, self.head_dim) for y in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def multiply(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, H] -> [N, Hq * D] and twice [N, Hkv * D]."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -1,0 +1,133 @@
+"""The decoder that all our families are, written for packed tokens.
+
+Tokens of all sequences lie in one flat dimension [N]; what separates sequences is the `attend` callable, so that the
+trainer (packed documents) and the built-in inference engine (KV cache) run exactly the same code and agree to
+rounding. Parameter names follow the Hugging Face checkpoints (`prl.models.names`), except that the experts of a layer
+are stacked (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prl.config.schema import ModelCard
+from prl.models.experts.routing import RoutingRecorder
+from prl.models.layers.attention import Attend, Attention
+from prl.models.layers.mlp import DenseMLP, SparseMLP
+from prl.models.layers.norm import RMSNorm
+from prl.models.layers.rope import rotary_tables
+from prl.models.names.decoder import Names, locate, to_hf
+from prl.models.names.region import Region
+
+
+class DecoderLayer(nn.Module):
+    """Attention block, then MLP block, each with its residual. The blocks are methods of their own, and the parts that
+    run no attention kernel and no communication (`project`, `join`) too, so that checkpointing and compilation can
+    wrap exactly them.
+    """
+
+    def __init__(self, card: ModelCard, attention: Attention, mlp: DenseMLP | SparseMLP) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recorder: RoutingRecorder | None) -> Tensor:
+        return self.mlp_block(self.attention_block(x, cos, sin, attend), recorder)
+
+    def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
+        return self.join(x, attend(self.self_attn.layer_idx, q, k, v))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def join(self, x: Tensor, attended: Tensor) -> Tensor:
+        return x + self.self_attn.o_proj(attended.flatten(1))
+
+    def mlp_block(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
+        return x + self.mlp(self.post_attention_layernorm(x), recorder)
+
+
+class Decoder(nn.Module):
+    """Decoder with LM head; a family says what its layers are. Built on the meta device by `prl.models.families`, then
+    loaded.
+
+    forward: input_ids [N] int64, positions [N] int64, attend as above -> hidden [N, H] after the final norm; with
+    `head`, its result instead. `head(hidden [N, H], weight [V, H])` runs inside forward because under FSDP the LM
+    head's weight is whole only there.
+    """
+
+    names = Names()  # of its checkpoints
+
+    def __init__(self, card: ModelCard) -> None:
+        super().__init__()
+        self.card = card
+        self.embed_tokens = nn.Embedding(card.vocab_size, card.hidden_size)
+        self.layers = nn.ModuleList(self.layer(card, i) for i in range(card.num_hidden_layers))
+        self.norm = RMSNorm(card.hidden_size, card.rms_norm_eps)
+        self.lm_head = None if card.tie_word_embeddings else nn.Linear(card.hidden_size, card.vocab_size, bias=False)
+
+    @staticmethod
+    def layer(card: ModelCard, index: int) -> DecoderLayer:
+        """The layer `index`, from 0."""
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        head: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]] | None = None,
+        recorder: RoutingRecorder | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        x = self.embed_tokens(input_ids)
+        cos, sin = rotary_tables(positions, self.card)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend, recorder)
+        x = self.norm(x)
+        return x if head is None else head(x, self.head_weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> logits [N, V]; only for models that are not sharded."""
+        return F.linear(hidden, self.head_weight)
+
+    def locate(self, hf_name: str) -> Region | None:
+        """The region that a checkpoint tensor fills; None for one that this model does not hold."""
+        return locate(hf_name, self.card, self.names)
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """One whole parameter -> its checkpoint tensors (views)."""
+        return to_hf(name, tensor, self.card, self.names)
+
+    def checkpoint_buffers(self) -> dict[str, Tensor]:
+        """Buffers that are part of Hugging Face checkpoints: the corrections of routers' choices, in float32."""
+        return {
+            f"{name}.router_bias": module.router_bias
+            for name, module in self.named_modules()
+            if isinstance(module, SparseMLP) and module.corrected and module.router_bias is not None
+        }
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Normal(0, std) for matrices, ones for norms, zeros for biases; the same numbers for the same generator state
+        on every platform's CPU.
+        """
+        for name, param in self.named_parameters():
+            if name.endswith("norm.weight"):
+                param.fill_(1.0)
+            elif name.endswith(".bias"):
+                param.zero_()
+            else:
+                param.normal_(0.0, std, generator=generator)
+        for buffer in self.checkpoint_buffers().values():
+            buffer.zero_()

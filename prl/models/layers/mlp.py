@@ -1,0 +1,63 @@
+"""What follows attention in a layer: one MLP, or experts behind a router."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prl.config.schema import ModelCard
+from prl.models.experts.load import ExpertLoad
+from prl.models.experts.routing import Choice, RoutingRecorder, route
+from prl.models.experts.stacked import Experts
+
+
+class DenseMLP(nn.Module):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor, recorder: RoutingRecorder | None = None) -> Tensor:
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """SwiGLU (arXiv:2002.05202): gate and up [N, I] -> [N, I]."""
+        return F.silu(gate) * up
+
+
+class SparseMLP(nn.Module):
+    """A router over stacked SwiGLU experts, and experts that every token sees.
+
+    `router_bias` [E] float32 is added to the scores for the choice alone: a buffer that checkpoints have
+    (`corrected`), or one that training adds to balance the load (ExpertBalance).
+    """
+
+    def __init__(self, card: ModelCard, layer_idx: int, choice: Choice, corrected: bool = False) -> None:
+        super().__init__()
+        self.layer_idx, self.choice, self.corrected = layer_idx, choice, corrected
+        self.gate = nn.Linear(card.hidden_size, card.num_experts, bias=False)
+        self.experts = Experts(card.num_experts, card.hidden_size, card.moe_intermediate_size)
+        self.shared_experts = (
+            DenseMLP(card.hidden_size, card.n_shared_experts * card.moe_intermediate_size)
+            if card.n_shared_experts
+            else None
+        )
+        self.router_bias: Tensor | None
+        self.register_buffer("router_bias", torch.zeros(card.num_experts) if corrected else None)
+        self.load: ExpertLoad | None = None
+
+    def forward(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
+        replayed = recorder.replay(self.layer_idx) if recorder is not None else None
+        weights, experts = self.route(x, replayed)
+        if recorder is not None:
+            recorder.record(self.layer_idx, experts)
+        y = self.experts(x, weights, experts)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return y if self.load is None else self.load.watch(self.layer_idx, y, experts)
+
+    def route(self, x: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [N, H] -> mixing weights [N, K], experts [N, K]."""
+        return route(self.gate(x), self.choice, replayed, self.router_bias)

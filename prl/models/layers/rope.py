@@ -1,0 +1,86 @@
+"""Rotary position embedding (arXiv:2104.09864) and its stretching to longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from prl.config.schema import ModelCard
+from prl.config.schema_model import RopeScaling
+
+
+def rotary_tables(positions: Tensor, card: ModelCard) -> tuple[Tensor, Tensor]:
+    """cos and sin, [N, 1, R] float32, for positions [N] and the R dimensions of a head that turn; halves are laid out
+    as in Hugging Face's rotate_half.
+    """
+    frequencies, scale = rotary_frequencies(card, positions.device)
+    angles = positions.float()[:, None] * frequencies  # [N, R/2]
+    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+
+def rotary_frequencies(card: ModelCard, device: torch.device) -> tuple[Tensor, float]:
+    """Radians per position [R/2] float32, and what cos and sin are multiplied by."""
+    dims = torch.arange(0, card.rotary_dim, 2, device=device, dtype=torch.float32)
+    frequencies = card.rope_theta ** -(dims / card.rotary_dim)
+    scaling = card.rope_scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies, scaling, card), 1.0
+    return _yarn(frequencies, scaling, card), yarn_scale(scaling)
+
+
+def _old_context(scaling: RopeScaling, card: ModelCard) -> int:
+    return scaling.original_max_position_embeddings or card.max_position_embeddings
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling, card: ModelCard) -> Tensor:
+    """Slow ones divided, fast ones kept, those between blended by their turns within the old context."""
+    low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
+    turns = _old_context(scaling, card) * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScaling, card: ModelCard) -> Tensor:
+    """As llama3, but the blend is linear in the dimension (section 3.2 of the paper)."""
+    fast, slow = scaling.beta_fast or 32.0, scaling.beta_slow or 1.0
+
+    def dimension_of(turns: float) -> float:
+        ratio = _old_context(scaling, card) / (turns * 2 * math.pi)
+        return card.rotary_dim * math.log(ratio) / (2 * math.log(card.rope_theta))
+
+    first, last = dimension_of(fast), dimension_of(slow)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, card.rotary_dim - 1)
+    steps = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    divided = ((steps - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return divided * frequencies / scaling.factor + (1 - divided) * frequencies
+
+
+def yarn_scale(scaling: RopeScaling) -> float:
+    """Of cos and sin: the temperature of attention that YaRN wants (section 3.3 of the paper)."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
+    return temperature(1.0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first R dimensions of heads, R that of the tables: x [N, H, D] -> [N, H, D]."""
+    turning = x if cos.shape[-1] == x.shape[-1] else x[..., : cos.shape[-1]]
+    first, second = turning.chunk(2, dim=-1)
+    turned = (turning * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+    return turned if turning is x else torch.cat([turned, x[..., cos.shape[-1] :]], dim=-1)

@@ -1,0 +1,75 @@
+"""Between the parameter names of checkpoints and those of our decoders (`transformers.py`: of those of
+transformers).
+
+They differ in the prefix `model.`, in the experts, which a checkpoint stores one by one and we stack, and in what a
+family says in its `Names`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prl.config.schema import ModelCard
+from prl.models.names.region import Region
+
+BIAS = "router_bias"
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family's checkpoints call otherwise."""
+
+    mlp: str = "mlp"  # of a layer
+    gate: str = "gate_proj"  # of an expert
+    up: str = "up_proj"
+    down: str = "down_proj"
+    bias: str = "gate.e_score_correction_bias"  # of a router's choice
+
+
+HUGGING_FACES = Names()
+
+
+def locate(hf_name: str, card: ModelCard, names: Names = HUGGING_FACES) -> Region | None:
+    """The region that a checkpoint tensor fills; None for one that this model does not hold: a tied LM head, layers
+    behind the last that predict further tokens.
+    """
+    if hf_name == "lm_head.weight":
+        return None if card.tie_word_embeddings else Region("lm_head.weight")
+    name = hf_name.removeprefix("model.")
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if layer and int(layer[1]) >= card.num_hidden_layers:
+        return None
+    name = name.replace(f".{names.mlp}.", ".mlp.", 1)
+    expert = re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight", name)
+    if expert is None:
+        return Region(name.replace(f".mlp.{names.bias}", f".mlp.{BIAS}"))
+    stack, index, kind = expert[1], int(expert[2]), expert[3]
+    if kind == names.down:
+        return Region(f"{stack}.down_proj", index)
+    size = card.moe_intermediate_size
+    return Region(f"{stack}.gate_up_proj", index, (0, size) if kind == names.gate else (size, 2 * size))
+
+
+def to_hf(name: str, tensor: Tensor, card: ModelCard, names: Names = HUGGING_FACES) -> Iterator[tuple[str, Tensor]]:
+    """One whole parameter of ours -> its checkpoint tensors (views)."""
+    if name == "lm_head.weight" or not card.is_native:
+        yield name, tensor
+        return
+    theirs = "model." + name.replace(".mlp.", f".{names.mlp}.", 1)
+    if name.endswith("experts.gate_up_proj"):
+        stack, size = theirs.removesuffix(".gate_up_proj"), card.moe_intermediate_size
+        for expert in range(card.num_experts):
+            yield f"{stack}.{expert}.{names.gate}.weight", tensor[expert, :size]
+            yield f"{stack}.{expert}.{names.up}.weight", tensor[expert, size:]
+    elif name.endswith("experts.down_proj"):
+        stack = theirs.removesuffix(".down_proj")
+        for expert in range(card.num_experts):
+            yield f"{stack}.{expert}.{names.down}.weight", tensor[expert]
+    elif name.endswith(f".{BIAS}"):
+        yield f"{theirs.removesuffix(BIAS)}{names.bias}", tensor
+    else:
+        yield theirs, tensor

@@ -1,0 +1,114 @@
+"""Chat messages to tokens, turn by turn, without ever re-tokenising an earlier turn.
+
+A conversation's tokens are only ever appended to: what the engine sampled stays exactly as sampled, and a new turn
+adds the tokens of the text that the chat template puts behind it. Where a template rewrites history (one that drops
+earlier reasoning, say), that exact-prefix property breaks, and `extend` says so by returning None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prl.models.text.tokenizer import byte_characters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTE_OF = {char: byte for byte, char in enumerate(byte_characters())}
+TOOL_CALL = "<tool_call>"  # how Qwen's and Hermes' models open one
+Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}
+
+
+class ChatRenderer:
+    """A tokenizer's chat template as text and as tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def text(
+        self, messages: list[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,  # type: ignore[arg-type]  # transformers wants a list of its own union
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
+
+    def shows_tools(self, tools: list[dict[str, Any]]) -> bool:
+        """Whether the chat template says which tools there are, and to call them as JSON within <tool_call>."""
+        asked: list[Message] = [{"role": "user", "content": ""}]
+        return TOOL_CALL in self.text(asked, False, tools) and TOOL_CALL not in self.text(asked, False)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return str(
+            self.tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, in UTF-8; of a byte-level vocabulary that may be half a character."""
+        piece = self.tokenizer.convert_ids_to_tokens(token_id)
+        text = self.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in text and isinstance(piece, str) and all(char in BYTE_OF for char in piece):
+            return bytes(BYTE_OF[char] for char in piece)
+        return text.encode()
+
+    def extend(
+        self,
+        text: str,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str | None:
+        """What `messages` adds behind `text`, the text already tokenised; None when it does not begin with that
+        text.
+        """
+        whole = self.text(messages, add_generation_prompt, tools)
+        return whole[len(text) :] if whole.startswith(text) else None
+
+
+@dataclass
+class MaskedSequence:
+    """Tokens with the mask of those to train on, [T] each."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+def mask_by_role(renderer: ChatRenderer, messages: list[Message], loss_roles: tuple[str, ...]) -> list[MaskedSequence]:
+    """Supervised sequences of one conversation, training on the turns of `loss_roles` (content and end-of-turn tokens).
+
+    One sequence if the template only ever appends; otherwise one for each piece that does.
+    """
+    sequences: list[MaskedSequence] = []
+    current, text = MaskedSequence([], []), ""
+    for index, message in enumerate(messages):
+        is_assistant, train_it = message["role"] == "assistant", message["role"] in loss_roles
+        before = renderer.extend(text, messages[:index], add_generation_prompt=is_assistant) if index else ""
+        if before is None or renderer.extend(text + before, messages[: index + 1], False) is None:
+            sequences.append(current)
+            current, text = MaskedSequence([], []), ""
+            # a turn that is not trained needs no border: history may be rewritten because of this very turn
+            known = messages[:index] if train_it else messages[: index + 1]
+            before = renderer.text(known, add_generation_prompt=is_assistant and train_it)
+        text += before
+        turn = renderer.extend(text, messages[: index + 1], add_generation_prompt=False)
+        if turn is None:  # a template that renders a last assistant turn unlike an earlier one
+            raise ValueError("the chat template does not render a conversation as a prefix plus its last turn")
+        for piece, train in ((before, False), (turn, train_it)):
+            ids = renderer.encode(piece)
+            current.input_ids += ids
+            current.loss_mask += [train] * len(ids)
+        text += turn
+    sequences.append(current)
+    for sequence in sequences:
+        sequence.loss_mask[:1] = [False] * len(sequence.loss_mask[:1])  # nothing precedes the first token
+    return [s for s in sequences if any(s.loss_mask)]

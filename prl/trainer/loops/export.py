@@ -1,0 +1,40 @@
+"""What a run leaves behind: its policy as a Hugging Face checkpoint, and with LoRA as an adapter of PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prl.config.schema import RunConfig
+from prl.models.adapters.peft import export_adapter
+from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
+from prl.trainer.policy import Policy
+
+ADAPTER = "adapter"  # in a directory of its own: transformers takes an adapter_config.json beside a model for its own
+
+
+def export_policy(policy: Policy, source: Path, target: Path) -> None:
+    """Write the policy and its tokenizer to `target`, adapters to `target`/adapter: a collective, rank 0 writes.
+
+    source: the checkpoint that training started from. With LoRA the whole model, adapters added in, is there unless
+    `memory_recipe.lora.export_merged` is false.
+    """
+    config, model, lora = policy.config, policy.model, policy.config.memory_recipe.lora
+    if lora.rank:
+        base = base_name(config, source)
+        export_adapter(model, model.card, lora, target / ADAPTER, base, write=policy.world.is_main)
+        if not lora.export_merged:
+            return
+    tensors = hf_tensors(model)
+    if not policy.world.is_main:
+        for _ in tensors:  # take part in the gathers
+            pass
+        return
+    save_checkpoint(tensors, target, config.model.card)
+    copy_tokenizer(source, target)
+
+
+def base_name(config: RunConfig, source: Path) -> str:
+    """Under which anybody finds the model that adapters belong to: its hub id, or the directory it was read from."""
+    path = config.model.path
+    from_hub = path is not None and not Path(path).is_dir() and config.warm_start is None
+    return str(path) if from_hub else str(source.resolve())

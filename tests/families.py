@@ -1,0 +1,67 @@
+"""Tiny cards of every family, and their references: transformers' own models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import VOCAB
+from torch import Tensor
+
+from prl.config.families import FAMILIES
+from prl.config.schema import ModelCard
+
+BASE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rope_theta": 5000.0,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GLM = {**EXPERTS, "intermediate_size": 48, "mlp_only_layers": (0,), "n_shared_experts": 1,
+       "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5}  # fmt: skip
+
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card has besides BASE
+    "qwen3": ("qwen3", {"intermediate_size": 48}),
+    "qwen3 yarn": ("qwen3", {"intermediate_size": 48, "rope_scaling": YARN}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "llama": ("llama", {"intermediate_size": 48, "use_qk_norm": False}),
+    "llama3 rope": ("llama", {"intermediate_size": 48, "use_qk_norm": False, "rope_scaling": LLAMA3}),
+    "llama linear rope, biases, tied": (
+        "llama",
+        {"intermediate_size": 48, "use_qk_norm": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+         "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "glm4_moe": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": False}),
+    "glm4_moe normed, two shared, in groups": (
+        "glm4_moe", {**GLM, "n_shared_experts": 2, "mlp_only_layers": (0, 1), "n_group": 4, "topk_group": 2}
+    ),
+    "minimax_m2": ("minimax_m2", {**EXPERTS, "partial_rotary_factor": 0.5}),
+}  # fmt: skip
+
+
+def family_card(name: str, **changes: Any) -> ModelCard:
+    """A tiny card by its id in `SIZES`."""
+    family, sizes = SIZES[name]
+    usual = {"ac_targets": FAMILIES[family].ac_targets}
+    return ModelCard(**{"family": family, **BASE, **usual, **sizes, **changes})
+
+
+def reference(path: Path) -> Any:
+    """transformers' model of the checkpoint at `path`, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def reference_logits(lm: Any, documents: list[Tensor]) -> Tensor:
+    """Logits [T, V] of documents one at a time."""
+    return torch.cat([lm(input_ids=ids[None], use_cache=False).logits[0] for ids in documents])

@@ -1,0 +1,128 @@
+"""Every family against transformers: logits, losses and gradients over packed documents, checkpoints there and back."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import SIZES, family_card, reference, reference_logits
+from safetensors.torch import load_file
+from tiny import VOCAB, random_model
+
+from prl.config import compose
+from prl.config.cards import card_to_hf_config, facts_of
+from prl.config.families import FAMILIES
+from prl.config.locate import config_groups
+from prl.models.checkpoints.config_json import check_card
+from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.families.build import build_decoder
+from prl.models.layers.packed_attention import packed_attention
+from prl.planning.model_size import parameter_count
+
+CPU = torch.device("cpu")
+LENGTHS = (40, 1, 23)
+DOCUMENTS = [torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def family(request, tmp_path_factory):
+    """(card, our model, the checkpoint that we wrote of it)"""
+    card = family_card(request.param)
+    model = random_model(card)
+    for index, buffer in enumerate(model.checkpoint_buffers().values()):
+        buffer.normal_(0, 0.1, generator=torch.Generator().manual_seed(index))
+    path = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(hf_tensors(model), path, card)
+    return card, model, path
+
+
+def logits_of(model):
+    ids = torch.cat(DOCUMENTS)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return model.logits(model(ids, positions, packed_attention(list(LENGTHS), CPU)))
+
+
+def test_logits_and_gradients_are_those_of_transformers(family):
+    _, model, path = family
+    lm = reference(path)
+    targets = torch.cat(DOCUMENTS).roll(-1)
+    ours, theirs = logits_of(model), reference_logits(lm, DOCUMENTS)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    model.zero_grad()
+    F.cross_entropy(ours, targets).backward()
+    F.cross_entropy(theirs, targets).backward()
+    grads = {name: param.grad for name, param in lm.named_parameters()}
+    for name, param in model.named_parameters():
+        theirs_of = grads.get(name if name == "lm_head.weight" else f"model.{name}")
+        if theirs_of is None:  # called otherwise there: MiniMax's expert blocks
+            theirs_of = grads[f"model.{name}".replace(".mlp.", ".block_sparse_moe.")]
+        torch.testing.assert_close(
+            param.grad, theirs_of, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_checkpoints_come_back_byte_for_byte(family, tmp_path):
+    card, model, path = family
+    check_card(path, card)
+    again = load_model(path, card, torch.float32, CPU)
+    save_checkpoint(hf_tensors(again), tmp_path / "again", card)
+    first, second = load_file(path / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(logits_of(again), logits_of(model))
+
+
+def test_names_are_those_that_transformers_saves(family, tmp_path):
+    _, _, path = family
+    reference(path).save_pretrained(tmp_path)
+    ours = {name: tensor.shape for name, tensor in load_file(path / "model.safetensors").items()}
+    theirs = {name: tensor.shape for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert ours == theirs
+
+
+def test_the_card_is_read_from_config_json(family, tmp_path):
+    """From ours, and from the one that this transformers writes."""
+    from transformers import AutoConfig
+
+    card, _, path = family
+    AutoConfig.from_pretrained(str(path)).save_pretrained(tmp_path)
+    for said in (card_to_hf_config(card), json.loads((tmp_path / "config.json").read_text())):
+        facts = facts_of(said)
+        assert {key: getattr(card, key) for key in facts} == facts
+        assert type(card)(**facts, ac_targets=card.ac_targets) == card
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {  # billions, as model cards on the hub say; without layers that predict further tokens
+    "qwen3_0_6b": 0.6,
+    "qwen3_1_7b": 1.7,
+    "qwen3_4b": 4.0,
+    "qwen3_4b_instruct": 4.0,
+    "qwen3_30b_a3b": 30.5,
+    "qwen3_30b_a3b_thinking": 30.5,
+    "qwen3_235b_a22b": 235,
+    "llama_3_1_8b": 8.03,
+    "glm_4_5_air": 106,
+    "minimax_m2": 229,
+}
+CARDS = [name for name in config_groups()["model"] if name != "auto"]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_shipped_cards_build_and_have_the_published_size(name):
+    card = compose([f"model={name}"]).model.card
+    with torch.device("meta"):
+        count = sum(param.numel() for param in build_decoder(card).parameters())
+    assert parameter_count(card) == count
+    assert card.ac_targets == FAMILIES[card.family].ac_targets
+    if not name.startswith("tiny_"):
+        assert count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_counted(name):
+    card = family_card(name)
+    with torch.device("meta"):
+        assert parameter_count(card) == sum(param.numel() for param in build_decoder(card).parameters())

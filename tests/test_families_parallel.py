@@ -1,0 +1,77 @@
+"""Every family but Qwen3, which test_parallel_equality.py has: each layout and recipe that it can have trains as one
+plain process does.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import family_card
+from test_parallel_equality import LORA, assert_equal, run_worlds
+from tiny import random_model
+from trainer_ranks import Job, run_job
+
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
+
+FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2")
+FOUR = ["deployment.num_train_gpus=4"]
+OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}"
+DENSE = {
+    "fsdp": ("fsdp", []),
+    "hsdp2 selective": ("hsdp2", ["memory=selective", OFFLOAD]),
+    "cp2": ("cp2", ["memory=tight"]),
+    "cp2_ring": ("cp2_ring", ["memory_recipe.compile=true"]),
+    "lora": ("cp2", ["memory=lora", "memory_recipe.lora.targets=[q_proj,up_proj]", "memory_recipe.lora.alpha=32"]),
+}
+SPARSE = DENSE | {
+    "ep2": ("ep2", ["memory=selective", "memory_recipe.compile=true"]),
+    "ep2_cp2": ("ep2_cp2", ["memory=tight", *FOUR]),
+    "lora": ("ep2_cp2", [*LORA, *FOUR]),
+}
+ADAPTERS = {True: LORA, False: DENSE["lora"][1]}  # of a family with experts, and of one without
+
+
+def has_experts(name):
+    return family_card(name).num_experts > 0
+
+
+JOBS = {(name, case): job for name in FAMILIES for case, job in (SPARSE if has_experts(name) else DENSE).items()}
+
+
+def make_job(root, name, layout, overrides):
+    path = root / name.replace(" ", "_")
+    if not path.exists():
+        model = random_model(family_card(name), std=0.1)
+        for index, buffer in enumerate(model.checkpoint_buffers().values()):
+            buffer.normal_(0, 0.1, generator=torch.Generator().manual_seed(index))
+        save_checkpoint(hf_tensors(model), path, model.card)
+    optim = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5}
+    return Job(str(path), family=name, layout=layout, optim=optim, overrides=list(overrides))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def results(root, tmp_path_factory):
+    jobs = {key: make_job(root, key[0], *job) for key, job in JOBS.items()}
+    return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+    """What one process makes of each family, without recipe; and with adapters."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    plain = {name: run_job(make_job(root, name, "single", [])) for name in FAMILIES}
+    lora = {name: run_job(make_job(root, name, "single", ADAPTERS[has_experts(name)])) for name in FAMILIES}
+    yield plain, lora
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("name", "case"), JOBS)
+def test_three_steps_equal_one_process(results, alone, name, case):
+    plain, lora = alone
+    assert_equal(results[name, case], (lora if case == "lora" else plain)[name])
