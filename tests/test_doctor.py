@@ -21,14 +21,14 @@ from prl.doctor.asking import Asker, limit_from
 from prl.doctor.facts import Collective, Facts, PackageFacts, TorchFacts, is_there, links_of
 from prl.doctor.finding import Finding
 from prl.doctor.host import HostFacts, infiniband
-from prl.doctor.judging import judge_conflicts, judge_package
+from prl.doctor.judging import judge_package
 from prl.doctor.judging_machine import judge_storage
 from prl.doctor.needs import Needs, needs_of
 from prl.doctor.probe_disk import file_system
 from prl.doctor.report import can_run, render
 from prl.doctor.slurm import PROGRAMS, SlurmFacts, SlurmNode, count_gpus, read_nodes
-from prl.doctor.versions import Conflict, Installed, Wish, conflicts
-from prl.doctor.weights import parameters
+from prl.doctor.versions import Conflict, Wish
+from prl.planning.model_size import parameter_count
 
 GPU = {"name": "NVIDIA H200", "memory_gib": 139.8, "capability": [9, 0], "error": "", "peers": 1}
 CPU_TORCH = {"version": "2.13.0+cpu", "cuda": None, "gpus": [], "driver": {"cuda": None, "gpus": 0}}
@@ -219,7 +219,7 @@ def test_memory_for_the_weights() -> None:
     small, large = (named(findings(replace(LAPTOP, memory_gib=gib)), "host memory") for gib in (8.0, 1e-4))
     assert (small.state, small.prevents) == ("ok", False)
     assert (large.state, large.prevents) == ("absent", True)
-    assert 2.9e10 < parameters(compose(["model=qwen3_30b_a3b"]).model.card) < 3.1e10
+    assert 2.9e10 < parameter_count(compose(["model=qwen3_30b_a3b"]).model.card) < 3.1e10
 
 
 def test_slurm_that_is_asked_for_and_absent_prevents_a_submission() -> None:
@@ -269,58 +269,6 @@ def test_every_extra_is_brought_by_a_command_and_every_command_names_one() -> No
     commands = " ".join(package.install for package in PACKAGES)
     assert {extra for extra in extras if f'".[{extra}]"' not in commands} == {"dev"}
     assert set(re.findall(r"\.\[([\w-]+)\]", commands)) <= extras
-
-
-def pairs(*packages: Installed) -> dict[str, Installed]:
-    return {package.name: package for package in packages}
-
-
-PRL = Installed("prl", "0.1.0", ("torch>=2.11,<2.14", "numpy", 'mypy; extra == "dev"', 'nixl<2; extra == "nixl"',
-                                 'vllm==0.32.*; extra == "vllm"'), ("dev", "nixl", "vllm"))  # fmt: skip
-CONFLICTS = {
-    "all is well": ([PRL, Installed("torch", "2.13.0+cpu"), Installed("numpy", "2.3")], ""),
-    "vLLM and another torch": (
-        [PRL, Installed("numpy", "2.3"), Installed("torch", "2.12.1"),
-         Installed("vllm", "0.32.0", ("torch==2.13.0", "torchvision"))],
-        r"vllm and torch: vllm 0\.32\.0 wants torch==2\.13\.0; 2\.12\.1 is installed"
-        r' -> pip install "torch(<2\.14|,|>=2\.11|==2\.13\.0)+"',
-    ),
-    "what a dependency of a dependency wants": (
-        [PRL, Installed("torch", "2.13.0", ("triton>=3.7",)), Installed("numpy", "2.3"), Installed("triton", "3.1")],
-        r"torch and triton: torch 2\.13\.0 wants triton>=3\.7; 3\.1 is installed -> pip install \"triton>=3\.7\"",
-    ),
-    "what is not there": (
-        [PRL, Installed("torch", "2.13.0")], "prl and numpy: prl 0.1.0 wants numpy; it is not installed",
-    ),
-    "an extra of ours": (
-        [PRL, Installed("torch", "2.13.0"), Installed("numpy", "2"), Installed("nixl", "2.1")],
-        r"prl\[nixl\] and nixl: prl\[nixl\] wants nixl<2; 2\.1 is installed",
-    ),
-    "an older vLLM that is supported": (
-        [PRL, Installed("torch", "2.11.0"), Installed("numpy", "2"), Installed("vllm", "0.23.0", ("torch==2.11.0",))],
-        "",
-    ),
-    "two that cannot live together": (
-        [PRL, Installed("torch", "2.13.0"), Installed("numpy", "2"), Installed("cutlass", "4.6"),
-         Installed("vllm", "0.32.0", ("cutlass==4.8",)), Installed("flash-attn-4", "4", ("cutlass==4.6",))],
-        r"vllm and cutlass: .*cutlass==4\.8; 4\.6 is installed -> no cutlass serves all of .*environments of their own",
-    ),
-    "packages that have nothing to do with us": (
-        [PRL, Installed("torch", "2.13.0"), Installed("numpy", "2"), Installed("spam", "1", ("numpy<1",))], "",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CONFLICTS)
-def test_pairs_that_do_not_go_together_are_named(case: str) -> None:
-    packages, expected = CONFLICTS[case]
-    facts = Facts(conflicts=tuple(conflicts(pairs(*packages))))
-    told = [f"{finding.name}: {finding.found} -> {finding.remedy}" for finding in judge_conflicts(facts)]
-    if expected:
-        assert len(told) == 1, told
-        assert re.search(expected, told[0]), told
-    else:
-        assert not told
 
 
 def test_a_conflict_does_not_prevent_a_job_by_itself() -> None:
