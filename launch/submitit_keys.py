@@ -135,7 +135,6 @@ def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -
     whose own lines of sbatch do.
     """
     found: dict[str, UserError] = {}
-    usual = {"nodes": 1, "gpus_per_node": "null"}
     for point in points:
         for told in refuse_lines_of_the_plan(point.config.slurm.sbatch or (), "slurm.sbatch"):
             found[told.what] = told
@@ -147,7 +146,7 @@ def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -
                     f"hydra.launcher.{key}={wanted} contradicts {point.path.name}.",
                     where=f"hydra.launcher.{key}",
                     why=f"its plan takes {takes[key]}: deployment and parallelism say what a point takes",
-                    fix=f"hydra.launcher.{key}={usual[key]}",
+                    fix=f"leave it out, or hydra.launcher.{key}={takes[key]}",
                 )
     if found:
         raise ConfigError(list(found.values()))

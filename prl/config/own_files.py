@@ -16,20 +16,33 @@ from typing import Any
 
 import yaml
 from hydra.plugins.config_source import ConfigSource
+from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
-from omegaconf.errors import GrammarParseError
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse as parse_value
 
 from prl.config.errors import UserError
 from prl.config.locate import SITE_GROUP, config_groups, file_of_choice, searched
-from prl.config.overrides import choices_of, nearest, parse
+from prl.config.overrides import ENDING, JOBS, choices_of, misnamed, nearest, parse, renamed
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE
 
 GLOBAL = "# @package _global_"
 HEADER_CHARACTERS = 512  # that Hydra looks at for a header
 SAMPLE = "the lines `key: value`, for instance `seed: 1`"
-Groups = Callable[[], Set[str]]  # those in the defaults of the job, worked out if they are asked for
+GroupsOf = Callable[[str], Set[str]]  # those in the defaults of a job
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command is for. Its groups are worked out if they are asked for."""
+
+    name: str
+    groups_of: GroupsOf
+
+    @property
+    def groups(self) -> Set[str]:
+        return self.groups_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -60,13 +73,44 @@ class Entry:
         return f"- override /{self.written}: {_listed(self.names)}"
 
 
-def wrong_files(lines: Iterable[str], job_groups: Groups) -> list[UserError]:
-    """Everything wrong with the files that overrides choose."""
+def wrong_files(lines: Iterable[str], config_name: str, groups_of: GroupsOf) -> list[UserError]:
+    """Everything wrong with the files that overrides choose, and with the site's.
+
+    Args:
+        groups_of: name of a job -> the groups in its defaults.
+    """
     found: dict[str, UserError] = {}
     for file in _chosen(lines):
-        for error in _of_file(file, job_groups, ()):
+        for error in _of_file(file, Job(config_name, groups_of), ()):
             found.setdefault(error.render(), error)
-    return list(found.values())
+    return [*_unread_site(), *found.values()]
+
+
+def overridden(group: str, choice: str, choosing: tuple[Path, ...] = ()) -> set[str]:
+    """The groups, those of Hydra aside, in which a file and those that it names choose; none of a file that cannot be
+    read.
+    """
+    path = file_of_choice(group, choice)
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (*UNREADABLE, OmegaConfBaseException):
+        return set()
+    entries = content.get("defaults") if isinstance(content, dict) else None
+    read = [_read(entry, group) for entry in entries or []] if path not in choosing else []
+    found = {entry.group for entry in read if entry is not None and "override" in entry.flags}
+    for entry in read:
+        if entry is not None and "override" not in entry.flags and entry.text != "_self_":
+            for name in entry.names:
+                found |= overridden(entry.group, name, (*choosing, path))
+    return {name for name in found if not name.startswith("hydra/")}
+
+
+def _unread_site() -> Iterator[UserError]:
+    """Of a site's file that Hydra passes over for its ending."""
+    if file_of_choice(SITE_GROUP, "default").is_file():
+        return
+    for path in misnamed(SITE_GROUP, "default"):
+        yield UserError(f"{path.name} is not read.", where=str(path), why=ENDING, fix=renamed(path))
 
 
 def _chosen(lines: Iterable[str]) -> Iterator[OwnFile]:
@@ -87,7 +131,7 @@ def _own(group: str, choice: str, package: str | None = None) -> Iterator[OwnFil
         yield OwnFile(path, group, package)
 
 
-def _of_file(file: OwnFile, job_groups: Groups, choosing: tuple[Path, ...]) -> Iterator[UserError]:
+def _of_file(file: OwnFile, job: Job, choosing: tuple[Path, ...]) -> Iterator[UserError]:
     """choosing: the files that led here, each chosen by the one before it."""
     if file.path in choosing:
         circle = " -> ".join(path.name for path in (*choosing[choosing.index(file.path) :], file.path))
@@ -114,7 +158,7 @@ def _of_file(file: OwnFile, job_groups: Groups, choosing: tuple[Path, ...]) -> I
     if entries.count("_self_") > 1:
         yield file.wrong("has `_self_` twice in its defaults list.", "it has one place in the order", "leave one out")
     for entry in entries:
-        yield from _of_entry(file, entry, job_groups, (*choosing, file.path))
+        yield from _of_entry(file, entry, job, (*choosing, file.path))
 
 
 # --- where its keys go ------------------------------------------------------------------------------------------------
@@ -184,7 +228,7 @@ def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
 # --- what it chooses --------------------------------------------------------------------------------------------------
 
 
-def _of_entry(file: OwnFile, entry: Any, job_groups: Groups, choosing: tuple[Path, ...]) -> Iterator[UserError]:
+def _of_entry(file: OwnFile, entry: Any, job: Job, choosing: tuple[Path, ...]) -> Iterator[UserError]:
     read = _read(entry, file.group)
     if read is None:
         why = "an entry is the name of a file, or one group with its choice"
@@ -192,7 +236,7 @@ def _of_entry(file: OwnFile, entry: Any, job_groups: Groups, choosing: tuple[Pat
         return
     if read.text == "_self_" or any("${" in name or name == "???" for name in (read.group, *read.names)):
         return
-    unknown = list(_of_group(file, read, job_groups))
+    unknown = list(_of_group(file, read, job))
     yield from unknown
     if unknown or read.group.startswith("hydra/"):
         return
@@ -201,25 +245,38 @@ def _of_entry(file: OwnFile, entry: Any, job_groups: Groups, choosing: tuple[Pat
         if not own and "optional" not in read.flags and not _exists(read.group, name):
             yield _no_choice(file, read, name)
         for chosen in own:
-            yield from _of_file(OwnFile(chosen.path, chosen.group, "_global_"), job_groups, choosing)
+            yield from _of_file(OwnFile(chosen.path, chosen.group, "_global_"), job, choosing)
 
 
-def _of_group(file: OwnFile, entry: Entry, job_groups: Groups) -> Iterator[UserError]:
+def _of_group(file: OwnFile, entry: Entry, job: Job) -> Iterator[UserError]:
     """What is wrong with the group of an entry, whatever its choice."""
     if "file" in entry.flags or not entry.names:
         return
     groups = config_groups()
     if "/" not in entry.flags:
-        if entry.group not in groups and (entry.written in job_groups() or entry.written.startswith("hydra/")):
+        if entry.group not in groups and (entry.written in job.groups or entry.written.startswith("hydra/")):
             why = f"a group without / before it is sought inside of {file.group}/"
             yield file.wrong(f"means the group {entry.written} by `{entry.text}`.", why, entry.fixed)
     elif entry.group not in groups and not entry.group.startswith("hydra/"):
         guess = nearest(entry.group, groups)
         fix = f"- override /{guess}: {_listed(entry.names)}" if guess else f"one of {', '.join(groups)}"
         yield file.wrong(f"chooses in a group that there is not: `{entry.text}`.", f"searched: {searched()}", fix)
-    elif not entry.flags & {"override", "@"} and entry.group in job_groups():
+    elif {"override", "@"} & entry.flags == {"override"} and file.group == SITE_GROUP:
+        yield from _of_another_job(file, entry, job)
+    elif not entry.flags & {"override", "@"} and entry.group in job.groups:
         why = f"the job chooses {entry.group}, too, and one choice has to give way"
         yield file.wrong(f"chooses {entry.group} without `override`.", why, entry.fixed)
+
+
+def _of_another_job(file: OwnFile, entry: Entry, job: Job) -> Iterator[UserError]:
+    """Of a site's file; experiments and overlays for other jobs are told by Hydra's refusal of them."""
+    having = [name for name in JOBS if entry.group in job.groups_of(name)]
+    if job.name in having or not having:
+        return
+    what = f"chooses in the group {entry.group}, which {job.name} has not."
+    why = f"a site's file is composed into every job, and that group is one of {', '.join(having)}"
+    fix = f"leave `{entry.text}` out of it; {entry.group}={_listed(entry.names)} on the command line says it"
+    yield file.wrong(what, why, f"{fix} to {', '.join(f'prl.{name}' for name in having)}")
 
 
 def _no_choice(file: OwnFile, entry: Entry, name: str) -> UserError:
@@ -227,6 +284,8 @@ def _no_choice(file: OwnFile, entry: Entry, name: str) -> UserError:
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     fix = f"{' or '.join(close or choices[:3])} in its place" if choices else f"write {entry.group}/{name}.yaml"
     has = f"{entry.group} has: {', '.join(choices)}" if choices else f"searched: {searched()}"
+    if others := misnamed(entry.group, name):
+        has, fix = f"{others[0].name} is not read: {ENDING}", renamed(others[0])
     return file.wrong(f"chooses {entry.group}/{name}, which there is not: `{entry.text}`.", has, fix)
 
 
