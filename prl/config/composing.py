@@ -36,7 +36,7 @@ from prl.config.overrides import (
     unknown_choice,
 )
 from prl.config.own_files import overridden, wrong_files
-from prl.config.refused_lines import refused_line
+from prl.config.refused_lines import refused_file, refused_line
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE, unreadable
 
@@ -183,6 +183,8 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         found = [refused]
     if not found and (other := _of_another_job(str(error), overrides, config_name)) is not None:
         found = [other]
+    if not found and (of_a_site := refused_file(str(error))) is not None:
+        found = [of_a_site]
     if not found and (of_hydra := _of_hydras_group(str(error))) is not None:
         found = [of_hydra]
     if not found and (of_a_type := _of_a_type(error, overrides, config_name)) is not None:

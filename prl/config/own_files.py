@@ -22,8 +22,9 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse as parse_value
 
 from prl.config.errors import UserError
-from prl.config.locate import SITE_GROUP, config_groups, file_of_choice, searched
-from prl.config.overrides import ENDING, JOBS, choices_of, misnamed, nearest, parse, renamed
+from prl.config.locate import SITE_GROUP, config_groups, file_of_choice, searched, sweep_files
+from prl.config.overrides import ENDING, JOBS, SWEEP_GROUP, all_keys, choices_of, misnamed, nearest, parse, renamed
+from prl.config.own_keys import unknown_keys
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE
 
@@ -52,6 +53,7 @@ class OwnFile:
     path: Path
     group: str
     package: str | None = None
+    chosen_by_file: bool = False  # whether it stands in a defaults list, which says where its keys go
 
     def wrong(self, what: str, why: str, fix: str, line: int | None = None) -> UserError:
         where = str(self.path) if line is None else f"{self.path}, line {line}"
@@ -80,7 +82,7 @@ def wrong_files(lines: Iterable[str], config_name: str, groups_of: GroupsOf) -> 
         groups_of: name of a job -> the groups in its defaults.
     """
     found: dict[str, UserError] = {}
-    for file in _chosen(lines):
+    for file in (*_chosen(lines), *_own("", config_name)):
         for error in _of_file(file, Job(config_name, groups_of), ()):
             found.setdefault(error.render(), error)
     return [*_unread_site(), *found.values()]
@@ -118,7 +120,10 @@ def _chosen(lines: Iterable[str]) -> Iterator[OwnFile]:
     if site.path.is_file():
         yield site
     for override in parse(lines):
-        if not override.is_delete():
+        if override.get_key_element() in ("+sweep", f"+{SWEEP_GROUP}"):
+            files = {name: path for name, path in sweep_files().items() if _is_own(path)}
+            yield from (OwnFile(files[c], SWEEP_GROUP, "_global_") for c in choices_of(override) if c in files)
+        elif not override.is_delete():
             for choice in choices_of(override):
                 yield from _own(override.key_or_group, choice, override.package)
 
@@ -127,8 +132,12 @@ def _own(group: str, choice: str, package: str | None = None) -> Iterator[OwnFil
     """The file of that choice, if it is one of the user's own."""
     group = "memory_recipe" if group == "memory" else group
     path = file_of_choice(group, choice)
-    if any(path.is_relative_to(root) for root in directories()) and path.is_file():
+    if _is_own(path) and path.is_file():
         yield OwnFile(path, group, package)
+
+
+def _is_own(path: Path) -> bool:
+    return any(path.is_relative_to(root) for root in directories())
 
 
 def _of_file(file: OwnFile, job: Job, choosing: tuple[Path, ...]) -> Iterator[UserError]:
@@ -148,8 +157,11 @@ def _of_file(file: OwnFile, job: Job, choosing: tuple[Path, ...]) -> Iterator[Us
         yield file.wrong("is no configuration.", f"it holds {held}, and no keys with values", SAMPLE)
         return
     yield from _of_header(file, text)
+    yield from _of_keys(file, text)
     content = content or {}
     yield from _of_values(file, content)
+    if not file.group:
+        return  # a job of the user's own, whose defaults list makes up the configuration
     entries = content.get("defaults", [])
     if not isinstance(entries, list):
         fix = "defaults:, and below it a line `  - override /GROUP: CHOICE` for each"
@@ -170,7 +182,7 @@ def _of_header(file: OwnFile, text: str) -> Iterator[UserError]:
     except ValueError as error:
         yield file.wrong("has a header that Hydra cannot read.", str(error), f"write `{GLOBAL}` as its first line", 1)
         return
-    package = file.package or header["package"] or file.group.replace("/", ".")
+    package = file.package or header["package"] or file.group.replace("/", ".") or "_global_"
     if package in ("_global_", "_group_") or package.split(".")[0] in _top_level():
         return
     number, written = _header_in(text)
@@ -198,7 +210,25 @@ def _top_level() -> set[str]:
     return {"hydra", *RunConfig.model_fields}
 
 
-# --- its values -------------------------------------------------------------------------------------------------------
+# --- its keys and values -----------------------------------------------------------------------------------------------
+
+
+def _of_keys(file: OwnFile, text: str) -> Iterator[UserError]:
+    """Those that no schema has; not of a file whose keys go where another one says."""
+    try:
+        header = ConfigSource._get_header_dict(text[:HEADER_CHARACTERS])["package"]
+    except ValueError:
+        return  # told already
+    package = file.package or header or "_group_"
+    if file.chosen_by_file and header != "_global_":
+        return
+    place = {"_global_": "", "_group_": file.group.replace("/", ".")}.get(package, package)
+    if place and place.split(".")[0] not in _top_level():
+        return  # told already
+    for key, guess, line in unknown_keys(text, place):
+        what = f"has the key {key!r}, which there is not." + (f" Did you mean {guess!r}?" if guess else "")
+        fix = f"rename it there: {guess}" if guess else f"leave it out there; all keys: {all_keys('rl')}"
+        yield file.wrong(what, "every key must exist in the schema, so that a typo cannot pass unseen", fix, line)
 
 
 def _of_values(file: OwnFile, content: dict[Any, Any]) -> Iterator[UserError]:
@@ -245,7 +275,7 @@ def _of_entry(file: OwnFile, entry: Any, job: Job, choosing: tuple[Path, ...]) -
         if not own and "optional" not in read.flags and not _exists(read.group, name):
             yield _no_choice(file, read, name)
         for chosen in own:
-            yield from _of_file(OwnFile(chosen.path, chosen.group, "_global_"), job, choosing)
+            yield from _of_file(OwnFile(chosen.path, chosen.group, "_global_", True), job, choosing)
 
 
 def _of_group(file: OwnFile, entry: Entry, job: Job) -> Iterator[UserError]:
