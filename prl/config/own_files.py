@@ -82,7 +82,7 @@ def wrong_files(lines: Iterable[str], config_name: str, groups_of: GroupsOf) -> 
         groups_of: name of a job -> the groups in its defaults.
     """
     found: dict[str, UserError] = {}
-    for file in (*_chosen(lines), *_own("", config_name)):
+    for file in _chosen(lines):
         for error in _of_file(file, Job(config_name, groups_of), ()):
             found.setdefault(error.render(), error)
     return [*_unread_site(), *found.values()]
@@ -160,8 +160,6 @@ def _of_file(file: OwnFile, job: Job, choosing: tuple[Path, ...]) -> Iterator[Us
     yield from _of_keys(file, text)
     content = content or {}
     yield from _of_values(file, content)
-    if not file.group:
-        return  # a job of the user's own, whose defaults list makes up the configuration
     entries = content.get("defaults", [])
     if not isinstance(entries, list):
         fix = "defaults:, and below it a line `  - override /GROUP: CHOICE` for each"
@@ -182,7 +180,7 @@ def _of_header(file: OwnFile, text: str) -> Iterator[UserError]:
     except ValueError as error:
         yield file.wrong("has a header that Hydra cannot read.", str(error), f"write `{GLOBAL}` as its first line", 1)
         return
-    package = file.package or header["package"] or file.group.replace("/", ".") or "_global_"
+    package = file.package or header["package"] or file.group.replace("/", ".")
     if package in ("_global_", "_group_") or package.split(".")[0] in _top_level():
         return
     number, written = _header_in(text)
@@ -210,7 +208,7 @@ def _top_level() -> set[str]:
     return {"hydra", *RunConfig.model_fields}
 
 
-# --- its keys and values -----------------------------------------------------------------------------------------------
+# --- its keys and values ----------------------------------------------------------------------------------------------
 
 
 def _of_keys(file: OwnFile, text: str) -> Iterator[UserError]:
