@@ -71,6 +71,30 @@ def manifest_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
     return show_manifest
 
 
+def refuse_with_emit(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Leave with code 2 for what a manifest is not printed with."""
+    from prl.config.errors import UserError
+
+    told = None
+    if arguments.way is not None:
+        told = UserError(
+            "A manifest is printed alone.",
+            where=f"--emit={arguments.emit}",
+            why="it holds its plan, so that nothing has to be frozen or shown beside it",
+            fix="leave --freeze, --json and --commands out",
+        )
+    elif arguments.emit == "skypilot" and {"-m", "--multirun"} & set(rest):
+        told = UserError(
+            "SkyPilot takes one point in a file.",
+            where="--emit=skypilot -m",
+            why="several documents are a chain of tasks to it, one after another",
+            fix="without -m, a command for each point",
+        )
+    if told is not None:
+        print(told.render(), file=sys.stderr)
+        sys.exit(2)
+
+
 def main() -> None:
     """Our flags are taken away first, for Hydra's parser does not know them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -85,6 +109,7 @@ def main() -> None:
     if not arguments.emit and any(getattr(arguments, flag[2:]) for flag in site):
         parser.error(f"{', '.join(site)} belong to --emit=k8s or --emit=skypilot")
     if arguments.emit:
+        refuse_with_emit(arguments, rest)
         arguments.way = manifest_of(arguments)
     run_app(arguments.way or show_table, "rl", starts_nothing=True)
 

@@ -16,7 +16,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.experts.all_to_all import Route
 from prl.models.experts.dispatch import LocalDispatch, collect, sort_by_expert, spread
-from prl.models.experts.routing import route
+from prl.models.experts.routing import Choice, route
 from prl.models.experts.stacked import Experts
 from prl.models.layers.packed_attention import packed_attention
 from prl.planning.run_plan import MeshPlan
@@ -232,12 +232,12 @@ def test_bias_evens_out_a_skewed_router(alone):
 def test_bias_chooses_and_does_not_weigh():
     logits = torch.randn(50, 6, requires_grad=True)
     bias = torch.tensor([2.0, 0, 0, 0, 0, -2.0])  # beyond any difference of probabilities
-    weights, experts = route(logits, 2, True, bias=bias)
+    weights, experts = route(logits, Choice(2), bias=bias)
     assert (experts == 0).any(1).all()
     assert not (experts == 5).any()
-    replayed, _ = route(logits, 2, True, replayed=experts)
+    replayed, _ = route(logits, Choice(2), replayed=experts)
     assert torch.equal(weights, replayed)
-    assert (route(logits, 2, True)[1] == 5).any()
+    assert (route(logits, Choice(2))[1] == 5).any()
     weights[:, 0].sum().backward()
     assert logits.grad.abs().sum() > 0
 

@@ -113,7 +113,7 @@ def test_an_engine_that_fits_is_taken() -> None:
         (
             {"/v1/models": (401, {})},
             "evaluation and distillation only",
-            f"prl.inference inference=vllm inference.control_key_var={VARIABLE} inference.port=",
+            f"inference.control_key_var={VARIABLE} inference=vllm",
         ),
         ({}, "is no inference engine", "address of an engine"),
         ({LEASE: (200, {"hello": 1})}, "is no inference engine", "address of an engine"),

@@ -201,3 +201,19 @@ def test_the_script_of_a_skypilot_task_starts_the_same_agent(tmp_path: Path) -> 
     frozen = json.loads(Path(plan.removeprefix("--plan=")).read_text())
     assert frozen["config"]["output_dir"] == point
     assert frozen["config"]["name"] == "it's"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--emit=skypilot", "--accelerator=H100:4"], "--accelerator=H100,"),
+        (["--emit=skypilot", "-m", "--accelerator=H100", "seed=1,2"], "without -m"),
+        (["--emit=k8s", "--freeze"], "leave --freeze"),
+    ],
+)
+def test_what_a_manifest_is_not_printed_with(words: list[str], told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prl.plan", *words], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr

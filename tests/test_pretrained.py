@@ -180,7 +180,7 @@ def test_a_card_that_contradicts_the_checkpoint_names_the_overrides(home):
     card = tiny_card(DENSE).model_copy(update={"rope_theta": 10000.0, "tie_word_embeddings": False})
     with pytest.raises(UserError, match=r"rope_theta: card 10000\.0, checkpoint 5000000") as refused:
         check_card(snapshot_of(home, "Qwen/Qwen3-4B-Instruct-2507"), card)
-    assert "model.card.rope_theta=5000000 model.card.tie_word_embeddings=true" in refused.value.fix
+    assert "model.card.tie_word_embeddings=true model.card.rope_theta=5000000" in refused.value.fix
 
 
 FETCH = """

@@ -16,7 +16,7 @@ from prl.runtime.directory.identity import job_name
 from prl.runtime.directory.stop_notice import clear_notice, seconds_left, write_notice
 from prl.runtime.nodes import slurm_job
 from prl.runtime.nodes.slurm_job import limit_by_kill_wait
-from prl.runtime.process.signals import StopSignals
+from prl.runtime.process.signals import ONE_S, StopSignals
 from prl.trainer.loops import saving
 from prl.trainer.loops.saving import Saving
 
@@ -176,6 +176,17 @@ def test_a_terminal_that_closes_hangs_up_twice_and_counts_once():
 
 def test_two_signals_of_a_person_end_everything_at_once():
     with StopSignals() as signals:  # a person's
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert (signals.count, signals.seconds_left()) == (2, float("inf"))
+
+
+def test_sigterm_twice_at_once_is_one_and_later_it_is_two():
+    """coreutils' timeout tells its child, and then the process group that this is in."""
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.count == 1
+        time.sleep(ONE_S + 0.05)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.count == 2

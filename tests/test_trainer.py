@@ -194,7 +194,7 @@ def test_rotary_tables_reach_the_layers_in_float32(world, model_path):
         layer.project = lambda x, cos, sin, project=layer.project: seen.append((x, cos, sin)) or project(x, cos, sin)
     policy.forward(micro)
     card = policy.model.card
-    cos, sin = rotary_tables(torch.from_numpy(micro.positions), card.head_dim, card.rope_theta)
+    cos, sin = rotary_tables(torch.from_numpy(micro.positions), card)
     assert len(seen) == card.num_hidden_layers
     for got in seen:
         assert got[0].dtype == torch.bfloat16

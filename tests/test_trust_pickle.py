@@ -17,6 +17,8 @@ UNPICKLES = re.compile(
 EXCEPTIONS = {
     # a configuration that this process has pickled itself, in its own memory: a copy by pickle is cheaper than deepcopy
     "prl/config/composer.py",
+    # YAML by OmegaConf's loader, a SafeLoader that refuses a key given twice
+    "prl/config/own_files.py",
     # torch's own checkpoints: their plans go as objects through the process group of one run's trainers, whose
     # rendezvous listens on loopback or the nodes' network only; `.metadata` is read from the run directory
     "prl/trainer/checkpoint.py",

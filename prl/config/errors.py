@@ -57,6 +57,10 @@ class ConfigError(UserError):
         return "\n".join([head, *(f"\n{i}. {v.render()}" for i, v in enumerate(self.violations, 1))])
 
 
+class AwayError(UserError):
+    """What others run is away for now; the same command may find it back."""
+
+
 class UnfitMachineError(ConfigError):
     """A configuration that may run elsewhere. `violations` holds all that this machine lacks for it."""
 

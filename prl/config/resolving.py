@@ -185,8 +185,9 @@ def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
             return f"{key}={(close or options)[0]}"
         if item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):  # one where a list is meant
             return f"{key}=[{as_override(item['input'])}]"
-        if key == "inference.urls" and (server := re.search(r"[\w.-]+:\d{1,5}", str(item["input"]))):
-            return f"{key}=[http://{server[0]}] as the address of a server, or {key}=[]"
+        if key == "inference.urls":
+            server = re.search(r"[\w.-]+:\d{1,5}", str(item["input"]))
+            return f"{key}=[http://{server[0] if server else 'HOST:PORT'}] as the address of a server, or {key}=[]"
     if items[0]["type"] == "missing" and key in (groups := config_groups()):
         return f"{key}={groups[key][0]}, without ~{key}"
     default = default_of(key)

@@ -40,7 +40,7 @@ HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.%]
 SlurmTime = Annotated[str, Field(pattern=r"^(\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$")]
 SlurmMemory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?[Bb]?$")]
 IN_WORDS = {  # what a text of that type must be, for people
-    EngineUrl: "it is http:// or https://, a host, a colon and a port",
+    EngineUrl: "an address is http://HOST:PORT, without a path",
     VariableName: "it is the name of an environment variable: letters, digits and _, no digit first",
     HostName: "it is the name of a host, or its address",
     SlurmTime: "it is as sbatch reads it: minutes, H:MM:SS or D-HH:MM:SS; 0: no limit",

@@ -153,7 +153,9 @@ def judge_package(package: Package, facts: Facts, needs: Needs) -> Finding:
     purpose, found = PURPOSE_OF[package.module], facts.packages.get(package.module, PackageFacts())
     choice = needs.packages.get(package.module)
     needed_by = choice or package.choices
-    fix = package.install_here(bool(facts.torch.gpus or facts.torch.driver_gpus) or needs.where == "nodes")
+    fix = package.install_here(
+        bool(facts.torch.gpus or facts.torch.driver_gpus) or needs.where == "nodes" or needs.device == "cuda"
+    )
     elsewhere = needs.where == "nodes"
     if not found.there:
         state: State = "nodes" if choice and elsewhere else "absent"

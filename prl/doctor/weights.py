@@ -77,7 +77,8 @@ def judge_memory(config: RunConfig, needs: Needs, has_gpus: bool, available_gib:
     count, world = parameter_count(config.model.card), world_of(config)
     weights_gib = count * BYTES.get(config.model.dtype, 4) / 2**30
     wanted_gib, what = weights_gib, "one copy of the weights"
-    if not has_gpus or config.deployment.device == "cpu":
+    # without the GPUs that it asks for a job does not run anyway: nothing of it is on the CPU
+    if config.deployment.device == "cpu" or (config.deployment.device == "auto" and not has_gpus):
         trained_gib = (weights_gib + count * STATE_BYTES / 2**30) * world.has_trainers
         engines = config.deployment.num_infer_gpus if world.has_engines else 0
         wanted_gib = trained_gib + engines * weights_gib

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import aiohttp
 
-from prl.config.errors import UserError
+from prl.config.errors import AwayError, UserError
 from prl.config.schema import RunConfig, SamplingConfig
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engines import EnginePool
@@ -93,7 +93,7 @@ class ExternalEngines:
                     log.info("%s is leased for run %s", url, self.run_id)
             if not any(self.grants):
                 if time.monotonic() > deadline:
-                    raise none_answers(self.config.inference.urls, self.timeout_s)
+                    raise none_answers(self.config.inference, self.timeout_s)
                 await asyncio.sleep(RENEW_S)
         for index, grant in enumerate(self.grants):
             if grant is None:
@@ -129,7 +129,7 @@ class ExternalEngines:
                     continue
                 self._lose(index, str(error))
                 if time.monotonic() - max(self.answered) > self.timeout_s:
-                    raise none_answers(self.config.inference.urls, self.timeout_s) from error
+                    raise none_answers(self.config.inference, self.timeout_s) from error
                 continue
             if grant != self.grants[index]:
                 self._lose(index, "it was started again, or our lease had run out")
@@ -170,7 +170,7 @@ class ExternalEngines:
         self.metrics.log(step=self.pool.version, engine=self.pool.urls[index], engine_lost=why)
 
     def _end_synchronous(self, index: int) -> NoReturn:
-        raise UserError(
+        raise AwayError(
             f"{self.pool.urls[index]} was lost, and a synchronous run cannot go on without it.",
             where="inference.urls, algo.max_off_policy_steps=0",
             why="with other engines it would compute other batches, and could not be repeated",

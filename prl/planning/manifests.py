@@ -18,7 +18,7 @@ import yaml
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.planning.planner import make_plan
-from prl.planning.pod_needs import SECRET, check_claim, check_image, variables_of, what_pods_need
+from prl.planning.pod_needs import SECRET, check_accelerator, check_claim, check_image, variables_of, what_pods_need
 from prl.planning.run_plan import RunPlan, plan_to_json
 
 LONGEST_LABEL = 63  # DNS-1123
@@ -52,6 +52,8 @@ def emit(config: RunConfig, kind: str, site: Site, modules: Iterable[str] = ()) 
         check_image(site.image)
     if site.volume and kind == "k8s":
         check_claim(site.volume)
+    if site.accelerator and kind == "skypilot":
+        check_accelerator(site.accelerator)
     documents = MANIFESTS[kind](plan, site, mount)
     notes = "".join(f"# {line}\n" for line in what_pods_need(config, kind, mount, modules))
     return notes + yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=110)

@@ -48,6 +48,17 @@ def check_claim(name: str) -> None:
     )
 
 
+def check_accelerator(name: str) -> None:
+    """Raise UserError for what SkyPilot takes for more than the kind of a GPU."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise UserError(
+            f"{name!r} is no kind of GPU.",
+            where=f"--accelerator={name}",
+            why="how many of them a node has follows from the plan",
+            fix=f"--accelerator={re.match(r'[A-Za-z0-9.-]*', name)[0] or 'H100'}, as `sky show-gpus` lists it",  # type: ignore[index]
+        )
+
+
 def check_image(name: str) -> None:
     """Raise UserError for what is no reference of an image."""
     found = IMAGE.fullmatch(name)

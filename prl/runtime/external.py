@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from prl.config.errors import UserError
+from prl.config.errors import AwayError, UserError
 from prl.config.keys import as_override
 from prl.config.point import UNTRAINED
 from prl.config.schema import InferenceConfig, RunConfig
@@ -72,7 +72,8 @@ def read_answer(url: str, status: int, text: str, inference: InferenceConfig) ->
             where=f"inference.control_key_var={inference.control_key_var}",
             why="the variable holds another one, or the server makes its own each time it is started",
             fix=f"start the server with inference.control_key_var={inference.control_key_var} and the same value; or "
-            f"export {inference.control_key_var}=$(cat RUN/control_key), of the server's run directory",
+            f"export {inference.control_key_var}=$(cat RUN/control_key), of a server that was started without and "
+            "keeps its own there",
         )
     if status not in (200, 409) or not isinstance(answer, dict) or "lease" not in answer:
         raise _no_engine_of_ours(url, status, inference)
@@ -90,14 +91,14 @@ def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> Use
             fix="the addresses of the engines behind it, each started without a router (inference.router.type=none)",
         )
     models, text = _get(f"{url}/v1/models", key)
-    command = f"inference.control_key_var={inference.control_key_var} inference.port={urlsplit(url).port}"
+    command = command_of(url, inference)
     if models == 401 or (models == 200 and '"data"' in text):
         return UserError(
             f"{url} serves models, but cannot be given weights: it is good for evaluation and distillation only.",
             where="inference.urls",
             why=f"it does not know {LEASE} ({status}): a vLLM without our plugin, or another server with OpenAI's "
             "routes; training samples from the weights of each step",
-            fix=f"start it with our plugin and the run's own model=: python -m prl.inference inference=vllm {command}",
+            fix=f"start it with our plugin and the run's own model=: {command} inference=vllm",
         )
     return UserError(
         f"{url} is no inference engine.",
@@ -177,16 +178,25 @@ def held_by_other(url: str, lease: dict[str, Any]) -> UserError:
     )
 
 
-def none_answers(urls: tuple[str, ...], after_s: float | None = None) -> UserError:
+def none_answers(inference: InferenceConfig, after_s: float | None = None) -> AwayError:
     """All are away: from the start (None), or for so long."""
-    return UserError(
-        f"No engine answers: {', '.join(urls)}." if after_s is None else
-        f"No engine has answered for {after_s:.0f} s: {', '.join(urls)}.",
+    urls = ", ".join(inference.urls)
+    return AwayError(
+        f"No engine answers: {urls}." if after_s is None else f"No engine has answered for {after_s:.0f} s: {urls}.",
         where="inference.urls" if after_s is None else f"inference.urls, deployment.start_timeout_s={after_s:g}",
         why="nobody listens there, or nobody who answers from this machine",
-        fix=f"start them ({START}); "
-        + ("then this command again" if after_s is None else "the same command with its output_dir resumes"),
-    )  # fmt: skip
+        fix=f"start them ({command_of(inference.urls[0], inference)}{', and so on' * (len(inference.urls) > 1)}; with "
+        "inference=vllm for vLLM and our plugin); then this command again"
+        + (", which resumes (a run by itself with its output_dir)" if after_s is not None else ""),
+    )
+
+
+def command_of(url: str, inference: InferenceConfig) -> str:
+    """What starts an engine that is found at `url` and takes the run's control key."""
+    parts = urlsplit(url)
+    host = "" if parts.hostname in ("127.0.0.1", "localhost", "::1") else " inference.host=0.0.0.0"
+    key = "" if inference.control_key_var is None else f" inference.control_key_var={inference.control_key_var}"
+    return f"python -m prl.inference{host} inference.port={parts.port}{key}"
 
 
 # --- before anything starts -------------------------------------------------------------------------------------------
@@ -229,7 +239,7 @@ def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], s
         if waiting:
             time.sleep(1.0)
     if not found and not stopped():
-        raise none_answers(inference.urls)
+        raise none_answers(inference)
 
 
 def _ask(url: str, control: str, inference: InferenceConfig) -> dict[str, Any] | str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -144,7 +145,7 @@ def _run_claimed(
         nodes.end(verdict)
         progress.close()
         reaper.finish()
-    return _conclude(plan, run_dir, outcome, signals)
+    return _conclude(plan, run_dir, outcome, signals, bool(seats))
 
 
 def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
@@ -197,7 +198,7 @@ def _prepare_resume(path: Path, job: str, progress: Progress) -> int:
     return resume_step
 
 
-def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSignals) -> int:
+def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSignals, by_hand: bool = False) -> int:
     """Tell how it ended. Returns the exit code, or raises the role's UserError."""
     from prl.runtime.people.report import print_report
 
@@ -222,17 +223,20 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
         if saved and saved[-1] < outcome.step:
             kept += f" (later ones did not fit into the time that was left: {path / 'logs'})"
-        print(f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes')}", flush=True)
+        print(f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes', by_hand)}", flush=True)
         return signals.exit_code
     print_report(plan, path)
     return 0
 
 
-def how_to_go_on(plan: RunPlan, path: Path, does: str) -> str:
+def how_to_go_on(plan: RunPlan, path: Path, does: str, by_hand: bool = False) -> str:
     """Which command does that. A sweep gives its points their directories, and takes no output_dir."""
+    if by_hand:
+        return f"the commands of its roles, each once more, {does.removesuffix('s')} it"
+    place = shlex.quote(str(path))
     if plan.config.sweep is None:
-        return f"the same command with output_dir={path} {does}"
-    return f"the sweep's command {does}; for this point alone: python -m prl.runtime.agent {path}"
+        return f"the same command with output_dir={place} {does}"
+    return f"the sweep's command {does}; for this point alone: python -m prl.runtime.agent {place}"
 
 
 def _tell_failure(failure: Failure) -> None:

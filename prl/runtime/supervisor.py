@@ -292,8 +292,9 @@ class Supervisor:
             limit = f"deployment.hang_timeout_s={deployment.hang_timeout_s:g}"
             return self._hang(child, f"no sign of life for {child.pulse.silent_s():.0f} s ({limit})")
         if late:
-            limit = f"deployment.start_timeout_s={deployment.start_timeout_s:g}"
-            return self._hang(late[0], f"not ready {late[0].pulse.age_s():.0f} s after its start ({limit})")
+            age_s, more_s = late[0].pulse.age_s(), max(60.0, 2 * deployment.start_timeout_s)
+            key = f"deployment.start_timeout_s={deployment.start_timeout_s:g}; if it was only slow, {more_s:g}"
+            return self._hang(late[0], f"not ready {age_s:.0f} s after its start ({key})")
         return None
 
     def _hang(self, child: Child, message: str) -> Failure:

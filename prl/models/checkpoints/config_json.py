@@ -20,10 +20,14 @@ def read_config_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((path / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
+        is_run = (path / "plan.json").is_file()
         raise UserError(
             f"config.json of the checkpoint cannot be read: {error}",
             where=str(path / "config.json"),
-            fix="model.path=/path/to/a/Hugging-Face/checkpoint",
+            why="the directory is a run's" if is_run else "the weights' shapes and names follow from it",
+            fix=f"model.path={path / 'export'}; to evaluate: eval.run={path} without model.path"
+            if is_run
+            else "model.path=/path/to/a/Hugging-Face/checkpoint",
         ) from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import sys
@@ -105,7 +106,8 @@ def full_disk_error(run_dir: Path, step: int) -> UserError:
         f"The disk is full: the checkpoint of step {step} could not be written. {survivor}",
         where=str(step_dir(run_dir, step)),
         why="no space left on the device, or a quota is exceeded",
-        fix=f"free space, or lower ckpt.keep; the same command with output_dir={run_dir} resumes",
+        fix="free space, or lower ckpt.keep; the same command resumes (of a run by itself with "
+        f"output_dir={shlex.quote(str(run_dir))})",
     )
 
 

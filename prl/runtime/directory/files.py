@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import stat
 import sys
 import threading
@@ -240,7 +241,7 @@ def full_disk_here(error: BaseException, path: Path) -> UserError:
         f"The disk is full: {getattr(error, 'filename', None) or path} could not be written.",
         where=str(path),
         why=f"{reason}: no space left on the device, or a quota is exceeded",
-        fix=f"free space; the same command with output_dir={path} resumes",
+        fix=f"free space; the same command resumes (of a run by itself with output_dir={shlex.quote(str(path))})",
     )
 
 

@@ -48,6 +48,7 @@ BY_TYPE: dict[str, FailureClass] = {
     "BrokenWeights": "diverged",
     "EnvironmentBroken": "env",
     "CommitStalled": "hang",
+    "AwayError": "node",
 }
 CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
@@ -138,10 +139,10 @@ def classify(role: str, exit_code: int, error: dict[str, Any], tail: tuple[str, 
         return "oom" if oom_kills else "node"
     if error.get("type") == "MemoryError" or any(mark in text for mark in OOM_TEXTS):
         return "oom"
-    if "user_error" in error:
-        return "config"
     if error.get("type") in BY_TYPE:
         return BY_TYPE[error["type"]]
+    if "user_error" in error:
+        return "config"
     if any(mark in text for mark in COLLECTIVE_TEXTS):
         return "collective"
     if error.get("errno") in NODE_ERRNOS or any(mark in text for mark in NODE_TEXTS) or exit_code == -signal.SIGBUS:

@@ -11,19 +11,22 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)  #
 
 
 REPEAT_S = 3.0  # a scheduler may tell several times: the job, its step, each process
+ONE_S = 0.5  # SIGTERM twice within that is one: coreutils' timeout tells its child, and then its process group
 
 
 class StopSignals:
     """Installed while a run lives. The first signal asks for an orderly stop, the second ends everything at once.
 
-    SIGHUP is never the second: a shell and the kernel both send it when a terminal closes. Nor is SIGTERM with
-    `scheduled`, where it is the scheduler's, which repeats it, and sends SIGKILL when it means that.
+    SIGHUP is never the second: a shell and the kernel both send it when a terminal closes. Nor is SIGTERM at once after
+    another one, nor any SIGTERM with `scheduled`, where it is the scheduler's, which repeats it, and sends SIGKILL when
+    it means that.
     """
 
     def __init__(self, scheduled: bool = False, repeated: tuple[int, ...] = (signal.SIGTERM,)) -> None:
         """`repeated`: the signals of which this is true, for a scheduler that has others than SIGTERM."""
         self.scheduled, self.repeated = scheduled, repeated
         self.first: int | None = None
+        self.first_s = 0.0  # by time.monotonic
         self.count = 0
         self.terminated_s: float | None = None  # when SIGTERM came; of several within REPEAT_S the first
         self.time_to_end_s: float | None = None  # from SIGTERM to `deadline_s`, until somebody knows better
@@ -47,15 +50,16 @@ class StopSignals:
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         is_schedulers = self.scheduled and number in self.repeated
-        if number in self.repeated:
-            now = time.monotonic()
-            if self.terminated_s is None or now - self.terminated_s > REPEAT_S:
-                self.terminated_s = now
-                if self.scheduled and self.time_to_end_s is not None:
-                    self.deadline_s = now + self.time_to_end_s
-        if self.first is not None and (is_schedulers or number == signal.SIGHUP):
+        now = time.monotonic()
+        if number in self.repeated and (self.terminated_s is None or now - self.terminated_s > REPEAT_S):
+            self.terminated_s = now
+            if self.scheduled and self.time_to_end_s is not None:
+                self.deadline_s = now + self.time_to_end_s
+        is_same = number == self.first == signal.SIGTERM and now - self.first_s < ONE_S
+        if self.first is not None and (is_schedulers or is_same or number == signal.SIGHUP):
             return
-        self.first = self.first or number
+        if self.first is None:
+            self.first, self.first_s = number, now
         self.count += 1
 
     def hear(self, number: int, count: int, left_s: float | None) -> None:
