@@ -46,7 +46,8 @@ def make_job(root, name, layout, overrides):
         for index, buffer in enumerate(model.checkpoint_buffers().values()):
             buffer.normal_(0, 0.1, generator=torch.Generator().manual_seed(index))
         save_checkpoint(hf_tensors(model), path, model.card)
-    optim = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5}
+    # eps: with 1e-5 two of 8,448 elements of an embedding, whose gradients are rounding, differ by 2.5e-5
+    optim = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
     return Job(str(path), family=name, layout=layout, optim=optim, overrides=list(overrides))
 
 
