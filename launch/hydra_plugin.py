@@ -29,7 +29,7 @@ from launch.places import telling_places
 from launch.session import Session
 from launch.submitit_nodes import MODULE, register_nodes
 from prl.config.composing import current_choices, task_overrides
-from prl.config.errors import PointFailedError, UserError
+from prl.config.errors import ConfigError, PointFailedError, UserError
 
 Plugins.instance()  # reads all plugins, and executes modules of theirs that are imported already once more
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
@@ -53,6 +53,8 @@ class Task:
         session = self.session
         try:
             config = resolve(cfg, choices=current_choices())
+            if session.starts_nothing:
+                refuse_launcher(config)
             if session.starts_nothing or not self._launched(config):
                 session.exit_code = session.job(config)
         except Exception as error:  # kept from Hydra, which would print it in its own way; raised again by prl.entry
@@ -71,6 +73,24 @@ class Task:
 
         launch_alone(self.session, tuple(task_overrides(node)), config, settings)
         return True
+
+
+def refuse_launcher(config: RunConfig) -> None:
+    """For a command that only looks: raise ConfigError for what a submission of this configuration would refuse of
+    hydra.launcher.
+    """
+    from launch.reading import settings_of
+    from launch.submitit_keys import refuse_asked
+
+    node = HydraConfig.get().launcher
+    found: list[UserError] = []
+    for check in (lambda: settings_of(node), lambda: refuse_asked(node, config)):
+        try:
+            check()
+        except ConfigError as error:
+            found += error.violations
+    if found:
+        raise ConfigError(found)
 
 
 class PointSweeper(BasicSweeper):

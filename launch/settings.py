@@ -14,6 +14,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.config.keys import as_override
 from prl.config.locate import conf_dir
 from prl.config.schema import SlurmConfig
+from prl.config.schema_fields import IN_WORDS, SlurmMemory, SlurmTime
 
 
 class LauncherSettings(BaseModel):
@@ -41,8 +42,8 @@ OF_THE_PLAN = re.compile(
 )
 TAKES = {  # where a union of types complains of its last one alone
     "parallel_points": "it is a whole number from 1, or auto",
-    "slurm.time": "it is as sbatch reads it: minutes, H:MM:SS or D-HH:MM:SS; 0: no limit",
-    "slurm.mem": "it is as sbatch reads it: MiB, or a number with K, M, G or T",
+    "slurm.time": IN_WORDS[SlurmTime],
+    "slurm.mem": IN_WORDS[SlurmMemory],
 }
 
 

@@ -125,10 +125,11 @@ def render(batch: Batch, sweep_dir: Path, code: FrozenCode, listing: Path) -> st
         text = path.read_text()
         return environment.from_string(text).render(template_variables(batch, sweep_dir, code, listing))
     except (OSError, jinja2.TemplateError, *OF_TEMPLATES) as error:
+        why = f"line {error.lineno}: {error}" if isinstance(error, jinja2.TemplateSyntaxError) else str(error)
         raise UserError(
-            f"The sbatch template cannot be used: {error}",
+            "The sbatch template cannot be used.",
             where=f"slurm.template_path={path}",
-            why=f"line {getattr(error, 'lineno', '?')}" if isinstance(error, jinja2.TemplateSyntaxError) else "",
+            why=str(error.strerror) if isinstance(error, OSError) else why,
             fix=f"start from a copy of {DEFAULT_TEMPLATE}; launch/README.md lists the variables",
         ) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -18,6 +18,10 @@ from launch.settings import LauncherSettings, read_settings, refuse_lines_of_the
 from launch.submitit_nodes import SubmititSlurm
 from prl.config.errors import ConfigError, UserError
 from prl.config.keys import as_override
+from prl.planning.planner import make_plan
+
+if TYPE_CHECKING:
+    from prl.config.schema import RunConfig
 
 FOLDER = "/.submitit/%j"  # how their default for logs ends, wherever a sweep lies
 MAX_RETRIES = 2  # as in conf/hydra/launcher/auto.yaml; they have no such key
@@ -46,19 +50,29 @@ def slurm_settings(node: Mapping[str, Any]) -> LauncherSettings:
         for key, line in more.items()
         for told in refuse_lines_of_the_plan([line], f"hydra.launcher.additional_parameters.{key}")
     ]
-    if refused:
-        raise ConfigError(refused)
     lines += more.values()
     slurm = {key: given[key] for key in AS_KEYS if given.get(key) is not None}
     slurm |= {"time": given["timeout_min"], "job_name": given["name"], "max_timeouts": given["max_num_timeout"]}
     slurm["max_retries"] = MAX_RETRIES
     if given["mem_gb"] is not None:
         slurm["mem"] = f"{given['mem_gb']}G"
-    settings = {**_shared(given), "mode": "slurm", "array_parallelism": given["array_parallelism"]}
+    own = {"mode": "slurm", "array_parallelism": given["array_parallelism"], "slurm": slurm | {"sbatch": lines}}
+    return _read(given, own, refused)
+
+
+def _read(given: Mapping[str, Any], own: Mapping[str, Any], refused: Iterable[UserError] = ()) -> LauncherSettings:
+    """Raises ConfigError with all that is wrong: what is refused already, and what is found here."""
+    found = [*_misfits(given), *refused]
     try:
-        return read_settings({**settings, "slurm": slurm | {"sbatch": lines}})
+        settings = read_settings({**_shared(given), **own})
     except ConfigError as error:
-        raise ConfigError([_in_their_words(violation, given) for violation in error.violations]) from error
+        of_lines = "hydra.launcher.slurm.sbatch" if refused else None  # told by their own keys
+        raise ConfigError(
+            found + [_in_their_words(told, given) for told in error.violations if told.where != of_lines]
+        ) from error
+    if found:
+        raise ConfigError(found)
+    return settings
 
 
 def _in_their_words(told: UserError, given: Mapping[str, Any]) -> UserError:
@@ -79,11 +93,7 @@ def _in_their_words(told: UserError, given: Mapping[str, Any]) -> UserError:
 def local_settings(node: Mapping[str, Any]) -> LauncherSettings:
     """Of the node submitit_local, whose memory and cores bind nobody there either. Raises ConfigError."""
     given = _plain(node)
-    settings = {**_shared(given), "mode": "local", "timeout_min": given["timeout_min"]}
-    try:
-        return read_settings(settings)
-    except ConfigError as error:
-        raise ConfigError([_in_their_words(violation, given) for violation in error.violations]) from error
+    return _read(given, {"mode": "local", "timeout_min": given["timeout_min"]})
 
 
 def _plain(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +102,8 @@ def _plain(node: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-def _shared(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What both have. Raises ConfigError for what no point of ours could follow."""
+def _misfits(given: Mapping[str, Any]) -> list[UserError]:
+    """Of keys that both have: what no point of ours could follow."""
     known = [name for name in SubmititSlurm.__dataclass_fields__ if name != "_target_"]
     found = [
         UserError(
@@ -113,8 +123,11 @@ def _shared(given: Mapping[str, Any]) -> dict[str, Any]:
     if not str(given["submitit_folder"]).endswith(FOLDER):
         why = "scripts and logs lie in the sweep's own directory, in slurm/"
         found.append(_refusal(given, "submitit_folder", why, "", "leave it out; hydra.sweep.dir=... moves the sweep"))
-    if found:
-        raise ConfigError(found)
+    return found
+
+
+def _shared(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What both have."""
     asked = {key: given[key] for key, usual in (("nodes", 1), ("gpus_per_node", None)) if given[key] != usual}
     return {"dry_run": given["dry_run"], "retry_failed": given["retry_failed"], "asked": asked}
 
@@ -130,12 +143,19 @@ def _option(key: str, value: Any) -> str:
     return flag if value is True else f"{flag}={shlex.quote(str(value))}"
 
 
+def refuse_asked(node: Mapping[str, Any], config: RunConfig) -> None:
+    """As `refuse_contradictions`, of the node hydra.launcher, whatever else is wrong with it."""
+    if str(node.get("_target_")).endswith(("SubmititSlurmLauncher", "SubmititLocalLauncher")):
+        asked = LauncherSettings(asked=_shared(_plain(node))["asked"])
+        placed = config.model_copy(update={"output_dir": config.output_dir or "this plan"})
+        refuse_contradictions([Point((), make_plan(placed))], asked)
+
+
 def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -> None:
     """Raise ConfigError for points whose plan takes other nodes or GPUs than the launcher was told to ask for, or
     whose own lines of sbatch do.
     """
     found: dict[str, UserError] = {}
-    usual = {"nodes": 1, "gpus_per_node": "null"}
     for point in points:
         for told in refuse_lines_of_the_plan(point.config.slurm.sbatch or (), "slurm.sbatch"):
             found[told.what] = told
@@ -147,7 +167,7 @@ def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -
                     f"hydra.launcher.{key}={wanted} contradicts {point.path.name}.",
                     where=f"hydra.launcher.{key}",
                     why=f"its plan takes {takes[key]}: deployment and parallelism say what a point takes",
-                    fix=f"hydra.launcher.{key}={usual[key]}",
+                    fix=f"leave it out, or hydra.launcher.{key}={takes[key]}",
                 )
     if found:
         raise ConfigError(list(found.values()))

@@ -21,6 +21,7 @@ from launch.session import Job, Session, point_key
 from prl.config.composing import (
     VERSION_BASE,
     explain,
+    offer_config_names,
     problems,
     refuse_contradictions,
 )
@@ -53,6 +54,7 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
             refuse_torchrun(f"prl.{config_name}")
         if args.config_path is not None:
             raise _no_other_conf(args.config_path)
+        offer_config_names(starts_nothing)
         use_directories(args.config_dir, parse(args.overrides))
         session = Session(job, name, starts_nothing)
         code = _run(session, args.overrides, args.multirun, args.shell_completion)

@@ -14,6 +14,7 @@ from launch.reading import settings_of
 from launch.settings import LauncherSettings
 from prl.config.composing import compose_yaml, problems
 from prl.config.errors import ConfigError, UserError
+from prl.config.search_path import use_directories
 
 NODE = "hydra.launcher."
 WRONG = [  # launcher, what is typed, what is to be typed in its place; "": nothing
@@ -107,6 +108,35 @@ def test_a_launcher_that_there_is_not_is_refused_with_those_that_there_are(choic
     assert "submitit_slurm" in told.why
     assert "basic" not in told.why
     read(told.fix)
+
+
+def test_all_wrong_values_of_submitit_are_told_at_once():
+    values = [f"{NODE}{value}" for value in ("timeout_min=-5", "mem_gb=-3", "tasks_per_node=2")]
+    with pytest.raises(ConfigError) as refused:
+        read("hydra/launcher=submitit_slurm", *values)
+    assert {told.where for told in refused.value.violations} == {value.partition("=")[0] for value in values}
+
+
+def test_what_is_below_another_launcher_in_a_file_is_told_with_its_name(tmp_path):
+    (tmp_path / "local").mkdir()
+    text = "# @package _global_\nhydra: {launcher: {slurm: {account: me}}}\n"
+    (tmp_path / "local/default.yaml").write_text(text)
+    use_directories(str(tmp_path), [])
+    try:
+        told = refusal("hydra/launcher=submitit_slurm")
+    finally:
+        use_directories(None, [])
+    assert told.where == str(tmp_path / "local/default.yaml")
+    assert "node `slurm`" in told.fix
+
+
+def test_a_plan_refuses_what_a_submission_would(tmp_path):
+    words = ["hydra/launcher=submitit_slurm", f"{NODE}nodes=2", f"{NODE}timeout_min=-5"]
+    command = [sys.executable, "-m", "prl.plan", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout
+    assert f"leave it out, or {NODE}nodes=1" in done.stderr
+    assert f"{NODE}timeout_min=-5 is not valid" in done.stderr
 
 
 def test_keys_of_a_launcher_pass():

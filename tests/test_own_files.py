@@ -4,13 +4,14 @@ wrong, where, why, and what to type.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from prl.config import compose
-from prl.config.composing import compose_yaml
+from prl.config.composing import compose_yaml, offer_config_names
 from prl.config.errors import ConfigError, UserError
 from prl.config.overrides import parse
 from prl.config.search_path import directories, use_directories
@@ -148,6 +149,49 @@ def test_a_line_that_cannot_be_applied_is_told_with_one_that_can(lines, fix):
     told = refusal(lines)
     assert (told.where, told.fix) == (" ".join(lines), fix)
     compose([fix])
+
+
+@pytest.mark.parametrize("job", ["sft", "inference"])
+def test_a_sites_choice_in_a_group_that_the_job_has_not_is_told_with_the_file(own, job):
+    path = own("local/default.yaml", f"{HEADER}defaults:\n  - override /algo: sync\n")
+    told = refusal(["max_steps=1"], job)
+    assert (told.where, f"{job} has not" in told.what) == (str(path), True)
+    assert "algo=sync on the command line" in told.fix
+
+
+def test_a_wrong_key_is_told_with_its_file_and_line(own):
+    path = own("overlay/mine.yaml", f"{HEADER}seed: 1\nmax_step: 2\n")
+    told = refusal(["+overlay=mine"])
+    assert (told.where, told.fix) == (f"{path}, line 3", "rename it there: max_steps")
+
+
+def test_guesses_are_no_worse_than_none():
+    assert refusal(["optim.learning_rate=1"]).fix == "optim.lr=..."
+    assert refusal(["optim.name2=1"]).fix.startswith("see all keys")
+
+
+@pytest.mark.parametrize(("name", "line"), [("overlay/upper.YAML", "+overlay=upper"), ("local/default.yml", "seed=1")])
+def test_a_file_that_is_not_read_is_told_with_a_command_for_a_shell(own, tmp_path, name, line):
+    path = own(f"of us/{name}", HEADER)
+    use_directories(str(tmp_path / "of us"), [])
+    told = refusal([line])
+    assert shlex.split(told.fix) == ["mv", str(path), str(path.with_suffix(".yaml"))]
+
+
+def test_only_jobs_with_all_groups_of_an_experiment_are_offered():
+    assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "python -m prl.rl"
+    offer_config_names(True)
+    try:
+        assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "-cn rl, in this command"
+    finally:
+        offer_config_names(False)
+
+
+def test_a_quotation_mark_is_told_with_the_line_as_a_shell_takes_it():
+    with pytest.raises(UserError) as refused:
+        compose(["name=A_b c'd"])
+    (line,) = shlex.split(refused.value.fix)
+    assert parse([line])[0].value() == "A_b c'd"
 
 
 def test_hydras_refusals_have_a_remedy():

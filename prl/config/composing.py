@@ -35,8 +35,8 @@ from prl.config.overrides import (
     parse,
     unknown_choice,
 )
-from prl.config.own_files import wrong_files
-from prl.config.refused_lines import refused_line
+from prl.config.own_files import overridden, wrong_files
+from prl.config.refused_lines import refused_file, refused_line
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE, unreadable
 
@@ -65,7 +65,7 @@ def refuse_contradictions(overrides: list[str], config_name: str) -> None:
     if unreadable_file is not None:
         raise unreadable_file
     refuse_unknown_job(config_name)
-    of_files = wrong_files(overrides, lambda: _groups_of(config_name)) + absent_groups(overrides)
+    of_files = wrong_files(overrides, config_name, _groups_of) + absent_groups(overrides)
     if of_files:
         raise ConfigError(of_files + contradictions(overrides))
     found = contradictions(overrides)
@@ -88,8 +88,16 @@ def refuse_unknown_job(config_name: str) -> None:
 def _groups_of(config_name: str) -> frozenset[str]:
     """In the defaults list of a job, those of Hydra among them."""
     with _hydra():
-        chosen = hydra_compose(config_name, return_hydra_config=True).hydra.runtime.choices
+        chosen = _without_the_site(config_name).hydra.runtime.choices
     return frozenset(map(str, chosen)) - {SITE_GROUP}
+
+
+def _without_the_site(config_name: str) -> DictConfig:
+    """The job with Hydra's node, without what a site's own file says, which may be wrong. Inside of `_hydra()`."""
+    try:
+        return hydra_compose(config_name, overrides=[f"~{SITE_GROUP}"], return_hydra_config=True)
+    except HydraException:  # of a job of the user's own, which composes no such file
+        return hydra_compose(config_name, return_hydra_config=True)
 
 
 @contextmanager
@@ -175,6 +183,8 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         found = [refused]
     if not found and (other := _of_another_job(str(error), overrides, config_name)) is not None:
         found = [other]
+    if not found and (of_a_site := refused_file(str(error))) is not None:
+        found = [of_a_site]
     if not found and (of_hydra := _of_hydras_group(str(error))) is not None:
         found = [of_hydra]
     if not found and (of_a_type := _of_a_type(error, overrides, config_name)) is not None:
@@ -195,15 +205,32 @@ def _of_another_job(message: str, overrides: list[str], config_name: str) -> Use
     met = re.match(r"In '([\w/-]+)': Could not override '([\w/]+)'", message)
     if met is None:
         return None
-    fitting = [name for name in JOBS if met[2] in _groups_of(name) and name != config_name]
     group, _, file = met[1].rpartition("/")
     chosen = next((c for o in parse(overrides) if o.key_or_group == group for c in choices_of(o)), file)
+    wanted = overridden(group, chosen) | {met[2]}
+    lacking = sorted(wanted - _groups_of(config_name))
+    fitting = [name for name in JOBS if wanted <= _groups_of(name) and name != config_name]
     return UserError(
         f"{group}/{chosen} is not for this job.",
         where=f"+{group}={chosen}, conf/{config_name}.yaml",
-        why=f"it chooses in the group {met[2]}, which {config_name} has not",
-        fix=" or ".join(f"python -m prl.{name}" for name in fitting) or f"leave `override /{met[2]}` out of it",
+        why=f"it chooses in the group{'s' * (len(lacking) > 1)} {', '.join(lacking)}, which {config_name} has not",
+        fix=_job_to_take(fitting) or f"leave {', '.join(f'`override /{name}`' for name in lacking)} out of it",
     )
+
+
+_only_looks = [False]  # whether this command looks at the configuration of any job: prl.plan, prl.doctor
+
+
+def offer_config_names(only_looks: bool) -> None:
+    """Whether the remedy for what is of another job is `-cn JOB` in the same command, and not the command of that job,
+    which starts something.
+    """
+    _only_looks[0] = only_looks
+
+
+def _job_to_take(names: list[str]) -> str:
+    commands = [f"-cn {name}" if _only_looks[0] else f"python -m prl.{name}" for name in names]
+    return " or ".join(commands) + (", in this command" if commands and _only_looks[0] else "")
 
 
 def problems(overrides: list[str], config_name: str) -> list[UserError]:
@@ -212,19 +239,30 @@ def problems(overrides: list[str], config_name: str) -> list[UserError]:
     Keys that only a chosen group brings (`env=countdown env.mix.countdown.weight=2`) are looked for when they are met.
     """
     with _hydra():
-        base = hydra_compose(config_name=config_name, return_hydra_config=True)
-        groups = {str(group) for group in base.hydra.runtime.choices if "/" not in str(group)} - {"local"}
+        try:
+            base = hydra_compose(config_name, return_hydra_config=True)
+        except HydraException:
+            base = _without_the_site(config_name)
+        groups = {str(group) for group in base.hydra.runtime.choices if "/" not in str(group)} - {SITE_GROUP}
         with open_dict(base):
             del base["hydra"]
         keys = set(_dotted(base))
         found = diagnose(overrides, keys, groups, config_name)
         if any(error.where not in groups and "=" not in error.where for error in found):
             for choice in sorted(_choices(overrides, groups)):
-                keys |= set(_dotted(hydra_compose(config_name=config_name, overrides=[choice])))
+                keys |= _keys_with(choice, config_name)
             found = diagnose(overrides, keys, groups, config_name)
         if any(override.key_or_group.startswith(NODE) for override in parse(overrides)):
             found += unknown_launcher_keys(overrides, _without_keys_of_hydra(overrides, config_name).launcher)
     return found
+
+
+def _keys_with(choice: str, config_name: str) -> set[str]:
+    """Of a job with one choice more; none where a file is to blame, which is told by itself."""
+    try:
+        return set(_dotted(hydra_compose(config_name=config_name, overrides=[choice])))
+    except HydraException:
+        return set()
 
 
 def _without_keys_of_hydra(overrides: list[str], config_name: str) -> DictConfig:
@@ -234,8 +272,8 @@ def _without_keys_of_hydra(overrides: list[str], config_name: str) -> DictConfig
     choices = [line for line in overrides if line.startswith("hydra/")]
     try:
         return hydra_compose(config_name=config_name, overrides=choices, return_hydra_config=True).hydra
-    except HydraException:  # of a choice that there is not, which is told anyway
-        return hydra_compose(config_name=config_name, return_hydra_config=True).hydra
+    except HydraException:  # of a choice that there is not, or a site's file, which is told anyway
+        return _without_the_site(config_name).hydra
 
 
 def _of_hydras_group(message: str) -> UserError | None:

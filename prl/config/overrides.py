@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,10 +16,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from prl.config.errors import UserError
-from prl.config.locate import added_groups, config_groups, folders_of, searched, sweep_files
+from prl.config.locate import added_groups, conf_dir, config_groups, folders_of, searched, sweep_files
 from prl.config.search_path import directories
 
 SWEEP_GROUP = "sweep_file"
+ENDING = "Hydra reads files that end in .yaml"
 JOBS = ("rl", "sft", "inference", "bench", "eval")
 # take keys that conf/ does not list; Hydra alone would ask for a +
 OPEN_NODES = (
@@ -39,12 +43,27 @@ def _parse_line(line: str) -> Override:
             raise HydraException("it has no key")
         return override
     except HydraException as error:
-        raise UserError(
-            f"Cannot read the override {line!r}.",
-            why=str(error).splitlines()[0],
-            fix="write key=value, key=[a,b] for a list, or -m key=a,b to sweep; quote what the shell would eat"
-            + ("; for ~ in a path write $HOME" if "~/" in line else ""),
-        ) from error
+        why = str(error).splitlines()[0]
+        fix = "write key=value, key=[a,b] for a list, or -m key=a,b to sweep; quote what the shell would eat"
+        fix += "; for ~ in a path write $HOME" if "~/" in line else ""
+        if (quoted := _quoted(line)) is not None:
+            why, fix = "it has a quotation mark that nothing closes, or that stands within a word", quoted
+        raise UserError(f"Cannot read the override {line!r}.", where=line, why=why, fix=fix) from error
+
+
+def _quoted(line: str) -> str | None:
+    """A line whose value has quotation marks, as a shell and Hydra take it; None for other lines."""
+    key, equals, value = line.partition("=")
+    inner = value[1:] if value[:1] in "\"'" and value.count(value[0]) == 1 else value  # opened, never closed
+    if not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or not equals or not re.search("[\"']", value):
+        return None
+    mark = "'" if '"' in inner else '"'
+    text = inner.replace("\\", "\\\\").replace(mark, f"\\{mark}")
+    try:
+        OverridesParser.create().parse_override(f"{key}={mark}{text}{mark}")
+    except HydraException:
+        return None
+    return shlex.quote(f"{key}={mark}{text}{mark}")
 
 
 def choices_of(override: Override) -> list[str]:
@@ -141,18 +160,28 @@ def _alias_conflict(lines: Iterable[str]) -> list[UserError]:
 _ALIASES = {"memory", "memory_recipe"}
 
 
+_OTHER_WORDS = {"learning_rate": "lr"}  # as others call it -> here
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known key that `word` most probably meant: the same last part elsewhere, or a similar spelling."""
     known = sorted(known)
-    last = word.rsplit(".", 1)[-1]
+    parent, dot, last = word.rpartition(".")
+    last = _OTHER_WORDS.get(last, last)
+    word = f"{parent}{dot}{last}"
     same_last = [key for key in known if key.rsplit(".", 1)[-1] == last]
     if same_last:
         return min(same_last, key=lambda key: (-difflib.SequenceMatcher(None, word, key).ratio(), len(key)))
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = [
+        key  # not for its parents alone, which are most of a long key
+        for key in difflib.get_close_matches(word, known, n=5, cutoff=0.6)
+        if difflib.SequenceMatcher(None, last, key.rsplit(".", 1)[-1]).ratio() >= 0.6
+    ]
     if close:
         return close[0]
     by_last = {key.rsplit(".", 1)[-1]: key for key in known}
-    close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.8)  # short names are alike by chance
+    cutoff = 0.9 if parent else 0.8  # short names are alike by chance
+    close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=cutoff)
     return by_last[close[0]] if close else None
 
 
@@ -192,6 +221,9 @@ def _top_level() -> set[str]:
 
 def _absent_group(override: Override, groups: set[str]) -> UserError:
     key, choice = override.key_or_group, ",".join(choices_of(override))
+    if others := [path for name in choices_of(override) for path in misnamed(key, name)]:
+        where = f"+{key}={choice}"
+        return UserError(f"{others[0].name} is not read.", where=where, why=ENDING, fix=renamed(others[0]))
     guess = nearest(key, groups | _top_level())
     prefix = "+" if guess in added_groups() else ""
     return UserError(
@@ -219,10 +251,9 @@ def _of_added_group(override: Override, choices: list[str]) -> list[UserError]:
 
 
 def unknown_choice(group: str, choice: str, choices: list[str], prefix: str = "") -> UserError:
-    misnamed = [root / group / f"{choice}.yml" for root in directories() if (root / group / f"{choice}.yml").is_file()]
-    if misnamed:
-        why, fix = "Hydra reads files that end in .yaml", f"mv {misnamed[0]} {misnamed[0].with_suffix('.yaml')}"
-        return UserError(f"{misnamed[0].name} is not read.", where=f"{prefix}{group}={choice}", why=why, fix=fix)
+    if others := misnamed(group, choice):
+        where = f"{prefix}{group}={choice}"
+        return UserError(f"{others[0].name} is not read.", where=where, why=ENDING, fix=renamed(others[0]))
     close = difflib.get_close_matches(choice, choices, n=1, cutoff=0.5)
     return UserError(
         f"There is no choice {choice!r} in group {group!r}." + (f" Did you mean {close[0]!r}?" if close else ""),
@@ -230,6 +261,23 @@ def unknown_choice(group: str, choice: str, choices: list[str], prefix: str = ""
         why=f"{folders_of(group)} has: {', '.join(choices)}",
         fix=f"{prefix}{group}={close[0] if close else choices[0]}",
     )
+
+
+def misnamed(group: str, choice: str) -> list[Path]:
+    """Files that were meant as that choice, and whose ending Hydra does not read."""
+    name = "memory_recipe" if group == "memory" else group
+    folders = [folder for root in (conf_dir(), *directories()) if (folder := root / name).is_dir()]
+    return [
+        path
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.stem == choice and path.suffix != ".yaml" and path.suffix.lower() in (".yml", ".yaml")
+    ]
+
+
+def renamed(path: Path) -> str:
+    """The command that gives it the ending that Hydra reads."""
+    return shlex.join(["mv", str(path), str(path.with_suffix(".yaml"))])
 
 
 def diagnose(lines: Iterable[str], known_keys: set[str], used_groups: set[str], job: str = "rl") -> list[UserError]:

@@ -16,20 +16,34 @@ from typing import Any
 
 import yaml
 from hydra.plugins.config_source import ConfigSource
+from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
-from omegaconf.errors import GrammarParseError
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse as parse_value
 
 from prl.config.errors import UserError
-from prl.config.locate import SITE_GROUP, config_groups, file_of_choice, searched
-from prl.config.overrides import choices_of, nearest, parse
+from prl.config.locate import SITE_GROUP, config_groups, file_of_choice, searched, sweep_files
+from prl.config.overrides import ENDING, JOBS, SWEEP_GROUP, all_keys, choices_of, misnamed, nearest, parse, renamed
+from prl.config.own_keys import unknown_keys
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE
 
 GLOBAL = "# @package _global_"
 HEADER_CHARACTERS = 512  # that Hydra looks at for a header
 SAMPLE = "the lines `key: value`, for instance `seed: 1`"
-Groups = Callable[[], Set[str]]  # those in the defaults of the job, worked out if they are asked for
+GroupsOf = Callable[[str], Set[str]]  # those in the defaults of a job
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command is for. Its groups are worked out if they are asked for."""
+
+    name: str
+    groups_of: GroupsOf
+
+    @property
+    def groups(self) -> Set[str]:
+        return self.groups_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class OwnFile:
     path: Path
     group: str
     package: str | None = None
+    chosen_by_file: bool = False  # whether it stands in a defaults list, which says where its keys go
 
     def wrong(self, what: str, why: str, fix: str, line: int | None = None) -> UserError:
         where = str(self.path) if line is None else f"{self.path}, line {line}"
@@ -60,13 +75,44 @@ class Entry:
         return f"- override /{self.written}: {_listed(self.names)}"
 
 
-def wrong_files(lines: Iterable[str], job_groups: Groups) -> list[UserError]:
-    """Everything wrong with the files that overrides choose."""
+def wrong_files(lines: Iterable[str], config_name: str, groups_of: GroupsOf) -> list[UserError]:
+    """Everything wrong with the files that overrides choose, and with the site's.
+
+    Args:
+        groups_of: name of a job -> the groups in its defaults.
+    """
     found: dict[str, UserError] = {}
     for file in _chosen(lines):
-        for error in _of_file(file, job_groups, ()):
+        for error in _of_file(file, Job(config_name, groups_of), ()):
             found.setdefault(error.render(), error)
-    return list(found.values())
+    return [*_unread_site(), *found.values()]
+
+
+def overridden(group: str, choice: str, choosing: tuple[Path, ...] = ()) -> set[str]:
+    """The groups, those of Hydra aside, in which a file and those that it names choose; none of a file that cannot be
+    read.
+    """
+    path = file_of_choice(group, choice)
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (*UNREADABLE, OmegaConfBaseException):
+        return set()
+    entries = content.get("defaults") if isinstance(content, dict) else None
+    read = [_read(entry, group) for entry in entries or []] if path not in choosing else []
+    found = {entry.group for entry in read if entry is not None and "override" in entry.flags}
+    for entry in read:
+        if entry is not None and "override" not in entry.flags and entry.text != "_self_":
+            for name in entry.names:
+                found |= overridden(entry.group, name, (*choosing, path))
+    return {name for name in found if not name.startswith("hydra/")}
+
+
+def _unread_site() -> Iterator[UserError]:
+    """Of a site's file that Hydra passes over for its ending."""
+    if file_of_choice(SITE_GROUP, "default").is_file():
+        return
+    for path in misnamed(SITE_GROUP, "default"):
+        yield UserError(f"{path.name} is not read.", where=str(path), why=ENDING, fix=renamed(path))
 
 
 def _chosen(lines: Iterable[str]) -> Iterator[OwnFile]:
@@ -74,7 +120,10 @@ def _chosen(lines: Iterable[str]) -> Iterator[OwnFile]:
     if site.path.is_file():
         yield site
     for override in parse(lines):
-        if not override.is_delete():
+        if override.get_key_element() in ("+sweep", f"+{SWEEP_GROUP}"):
+            files = {name: path for name, path in sweep_files().items() if _is_own(path)}
+            yield from (OwnFile(files[c], SWEEP_GROUP, "_global_") for c in choices_of(override) if c in files)
+        elif not override.is_delete():
             for choice in choices_of(override):
                 yield from _own(override.key_or_group, choice, override.package)
 
@@ -83,11 +132,15 @@ def _own(group: str, choice: str, package: str | None = None) -> Iterator[OwnFil
     """The file of that choice, if it is one of the user's own."""
     group = "memory_recipe" if group == "memory" else group
     path = file_of_choice(group, choice)
-    if any(path.is_relative_to(root) for root in directories()) and path.is_file():
+    if _is_own(path) and path.is_file():
         yield OwnFile(path, group, package)
 
 
-def _of_file(file: OwnFile, job_groups: Groups, choosing: tuple[Path, ...]) -> Iterator[UserError]:
+def _is_own(path: Path) -> bool:
+    return any(path.is_relative_to(root) for root in directories())
+
+
+def _of_file(file: OwnFile, job: Job, choosing: tuple[Path, ...]) -> Iterator[UserError]:
     """choosing: the files that led here, each chosen by the one before it."""
     if file.path in choosing:
         circle = " -> ".join(path.name for path in (*choosing[choosing.index(file.path) :], file.path))
@@ -104,6 +157,7 @@ def _of_file(file: OwnFile, job_groups: Groups, choosing: tuple[Path, ...]) -> I
         yield file.wrong("is no configuration.", f"it holds {held}, and no keys with values", SAMPLE)
         return
     yield from _of_header(file, text)
+    yield from _of_keys(file, text)
     content = content or {}
     yield from _of_values(file, content)
     entries = content.get("defaults", [])
@@ -114,7 +168,7 @@ def _of_file(file: OwnFile, job_groups: Groups, choosing: tuple[Path, ...]) -> I
     if entries.count("_self_") > 1:
         yield file.wrong("has `_self_` twice in its defaults list.", "it has one place in the order", "leave one out")
     for entry in entries:
-        yield from _of_entry(file, entry, job_groups, (*choosing, file.path))
+        yield from _of_entry(file, entry, job, (*choosing, file.path))
 
 
 # --- where its keys go ------------------------------------------------------------------------------------------------
@@ -154,7 +208,25 @@ def _top_level() -> set[str]:
     return {"hydra", *RunConfig.model_fields}
 
 
-# --- its values -------------------------------------------------------------------------------------------------------
+# --- its keys and values ----------------------------------------------------------------------------------------------
+
+
+def _of_keys(file: OwnFile, text: str) -> Iterator[UserError]:
+    """Those that no schema has; not of a file whose keys go where another one says."""
+    try:
+        header = ConfigSource._get_header_dict(text[:HEADER_CHARACTERS])["package"]
+    except ValueError:
+        return  # told already
+    package = file.package or header or "_group_"
+    if file.chosen_by_file and header != "_global_":
+        return
+    place = {"_global_": "", "_group_": file.group.replace("/", ".")}.get(package, package)
+    if place and place.split(".")[0] not in _top_level():
+        return  # told already
+    for key, guess, line in unknown_keys(text, place):
+        what = f"has the key {key!r}, which there is not." + (f" Did you mean {guess!r}?" if guess else "")
+        fix = f"rename it there: {guess}" if guess else f"leave it out there; all keys: {all_keys('rl')}"
+        yield file.wrong(what, "every key must exist in the schema, so that a typo cannot pass unseen", fix, line)
 
 
 def _of_values(file: OwnFile, content: dict[Any, Any]) -> Iterator[UserError]:
@@ -184,7 +256,7 @@ def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
 # --- what it chooses --------------------------------------------------------------------------------------------------
 
 
-def _of_entry(file: OwnFile, entry: Any, job_groups: Groups, choosing: tuple[Path, ...]) -> Iterator[UserError]:
+def _of_entry(file: OwnFile, entry: Any, job: Job, choosing: tuple[Path, ...]) -> Iterator[UserError]:
     read = _read(entry, file.group)
     if read is None:
         why = "an entry is the name of a file, or one group with its choice"
@@ -192,7 +264,7 @@ def _of_entry(file: OwnFile, entry: Any, job_groups: Groups, choosing: tuple[Pat
         return
     if read.text == "_self_" or any("${" in name or name == "???" for name in (read.group, *read.names)):
         return
-    unknown = list(_of_group(file, read, job_groups))
+    unknown = list(_of_group(file, read, job))
     yield from unknown
     if unknown or read.group.startswith("hydra/"):
         return
@@ -201,25 +273,38 @@ def _of_entry(file: OwnFile, entry: Any, job_groups: Groups, choosing: tuple[Pat
         if not own and "optional" not in read.flags and not _exists(read.group, name):
             yield _no_choice(file, read, name)
         for chosen in own:
-            yield from _of_file(OwnFile(chosen.path, chosen.group, "_global_"), job_groups, choosing)
+            yield from _of_file(OwnFile(chosen.path, chosen.group, "_global_", True), job, choosing)
 
 
-def _of_group(file: OwnFile, entry: Entry, job_groups: Groups) -> Iterator[UserError]:
+def _of_group(file: OwnFile, entry: Entry, job: Job) -> Iterator[UserError]:
     """What is wrong with the group of an entry, whatever its choice."""
     if "file" in entry.flags or not entry.names:
         return
     groups = config_groups()
     if "/" not in entry.flags:
-        if entry.group not in groups and (entry.written in job_groups() or entry.written.startswith("hydra/")):
+        if entry.group not in groups and (entry.written in job.groups or entry.written.startswith("hydra/")):
             why = f"a group without / before it is sought inside of {file.group}/"
             yield file.wrong(f"means the group {entry.written} by `{entry.text}`.", why, entry.fixed)
     elif entry.group not in groups and not entry.group.startswith("hydra/"):
         guess = nearest(entry.group, groups)
         fix = f"- override /{guess}: {_listed(entry.names)}" if guess else f"one of {', '.join(groups)}"
         yield file.wrong(f"chooses in a group that there is not: `{entry.text}`.", f"searched: {searched()}", fix)
-    elif not entry.flags & {"override", "@"} and entry.group in job_groups():
+    elif {"override", "@"} & entry.flags == {"override"} and file.group == SITE_GROUP:
+        yield from _of_another_job(file, entry, job)
+    elif not entry.flags & {"override", "@"} and entry.group in job.groups:
         why = f"the job chooses {entry.group}, too, and one choice has to give way"
         yield file.wrong(f"chooses {entry.group} without `override`.", why, entry.fixed)
+
+
+def _of_another_job(file: OwnFile, entry: Entry, job: Job) -> Iterator[UserError]:
+    """Of a site's file; experiments and overlays for other jobs are told by Hydra's refusal of them."""
+    having = [name for name in JOBS if entry.group in job.groups_of(name)]
+    if job.name in having or not having:
+        return
+    what = f"chooses in the group {entry.group}, which {job.name} has not."
+    why = f"a site's file is composed into every job, and that group is one of {', '.join(having)}"
+    fix = f"leave `{entry.text}` out of it; {entry.group}={_listed(entry.names)} on the command line says it"
+    yield file.wrong(what, why, f"{fix} to {', '.join(f'prl.{name}' for name in having)}")
 
 
 def _no_choice(file: OwnFile, entry: Entry, name: str) -> UserError:
@@ -227,6 +312,8 @@ def _no_choice(file: OwnFile, entry: Entry, name: str) -> UserError:
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     fix = f"{' or '.join(close or choices[:3])} in its place" if choices else f"write {entry.group}/{name}.yaml"
     has = f"{entry.group} has: {', '.join(choices)}" if choices else f"searched: {searched()}"
+    if others := misnamed(entry.group, name):
+        has, fix = f"{others[0].name} is not read: {ENDING}", renamed(others[0])
     return file.wrong(f"chooses {entry.group}/{name}, which there is not: `{entry.text}`.", has, fix)
 
 

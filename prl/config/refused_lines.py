@@ -8,7 +8,7 @@ from collections.abc import Set
 from hydra.core.override_parser.types import Override
 
 from prl.config.errors import UserError
-from prl.config.locate import config_groups
+from prl.config.locate import config_groups, file_of_choice
 from prl.config.overrides import choices_of, parse
 
 ALREADY = "{key} is there already, and + is for what is not"
@@ -34,6 +34,28 @@ def refused_line(message: str, lines: list[str], job_groups: Set[str]) -> UserEr
             why = "a group is chosen once; several choices are a list" if len(blamed) > 1 else why.format(key=group)
             return UserError(f"{where} cannot be applied.", where=where, why=why, fix=_instead(blamed, job_groups))
     return None
+
+
+def refused_file(message: str) -> UserError | None:
+    """Of a file with a key for another launcher than the chosen one; None for other messages."""
+    met = re.match(
+        r"In '([\w/-]+)/([\w-]+)': \w+ raised while composing config:\s+Key '([^']+)' not in '(\w+)'\s+"
+        r"full_key: hydra\.launcher\.([\w.]+)",
+        message,
+    )
+    if met is None:
+        return None
+    path, key = file_of_choice(met[1], met[2]), met[5]
+    launcher = "submitit_local" if "Local" in met[4] else "submitit_slurm"
+    for_all = "write what is below it as keys of the node `slurm` at the top level, which holds for every launcher"
+    return UserError(
+        f"{path.name} says hydra.launcher.{key}, which this launcher has not.",
+        where=str(path),
+        why=f"hydra/launcher={launcher} has keys of its own",
+        fix=for_all
+        if key == "slurm"
+        else f"leave it out of {path.name}, and say it where a launcher with that key is chosen",
+    )
 
 
 def _instead(blamed: list[Override], job_groups: Set[str]) -> str:

@@ -20,6 +20,7 @@ from prl.config.locate import config_groups
 from prl.config.overrides import all_keys, unknown_key
 from prl.config.rules import violations
 from prl.config.schema import Group, RunConfig, WarmStartConfig
+from prl.config.schema_fields import WORDS_OF_PATTERN
 
 
 def resolve(cfg: DictConfig, **run_fields: Any) -> RunConfig:
@@ -151,9 +152,8 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
 
 
 def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
-    if key == "inference.urls" and items[0]["type"] == "string_pattern_mismatch":
-        items = [items[0] | {"msg": "an address is http://HOST:PORT, without a path"}]
-    messages = [
+    in_words = [WORDS_OF_PATTERN[i["ctx"]["pattern"]] for i in items if i["type"] == "string_pattern_mismatch"]
+    messages = in_words[:1] or [
         str(item["msg"]).replace("Input should be ", "it must be ").partition(", unable to")[0] for item in items
     ]
     expected = " or ".join([messages[0], *(message.removeprefix("it must be ") for message in messages[1:])])

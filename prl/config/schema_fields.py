@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -37,6 +37,16 @@ DirectoryOrName = Annotated[str, AfterValidator(os.path.expanduser)]  # ~/ is th
 EngineUrl = Annotated[str, Field(pattern=r"^https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.%]{2,64})$")]
+SlurmTime = Annotated[str, Field(pattern=r"^(\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$")]
+SlurmMemory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?[Bb]?$")]
+IN_WORDS = {  # what a text of that type must be, for people
+    EngineUrl: "an address is http://HOST:PORT, without a path",
+    VariableName: "it is the name of an environment variable: letters, digits and _, no digit first",
+    HostName: "it is the name of a host, or its address",
+    SlurmTime: "it is as sbatch reads it: minutes, H:MM:SS or D-HH:MM:SS; 0: no limit",
+    SlurmMemory: "it is as sbatch reads it: MiB, or a number with K, M, G or T",
+}
+WORDS_OF_PATTERN = {get_args(kind)[1].metadata[0].pattern: words for kind, words in IN_WORDS.items()}
 
 
 class Group(BaseModel):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from prl.config.schema_fields import (
     Decay,
@@ -15,10 +13,9 @@ from prl.config.schema_fields import (
     Positive,
     PositiveFloat,
     Seed,
+    SlurmMemory,
+    SlurmTime,
 )
-
-SlurmTime = Annotated[str, Field(pattern=r"^(\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$")]
-SlurmMemory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?[Bb]?$")]
 
 
 class ScheduleConfig(Group):
