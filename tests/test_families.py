@@ -1,6 +1,7 @@
 """Every family against transformers: logits, losses and gradients over packed documents, checkpoints there and back."""
 
 import json
+from typing import get_args
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from prl.config import compose
 from prl.config.cards import card_to_hf_config, facts_of
 from prl.config.families import FAMILIES
 from prl.config.locate import config_groups
+from prl.config.schema_model import FamilyName, ModelCard
 from prl.models.checkpoints.config_json import check_card
-from prl.models.checkpoints.reading import load_model
+from prl.models.checkpoints.reading import load_model, load_weights
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-from prl.models.families.build import build_decoder
+from prl.models.families.build import DECODERS, build_decoder
 from prl.models.layers.packed_attention import packed_attention
 from prl.planning.model_size import parameter_count
 
@@ -91,6 +93,39 @@ def test_the_card_is_read_from_config_json(family, tmp_path):
         facts = facts_of(said)
         assert {key: getattr(card, key) for key in facts} == facts
         assert type(card)(**facts, ac_targets=card.ac_targets) == card
+
+
+def test_a_silent_config_json_means_what_transformers_takes_it_for():
+    """Shape, biases, norms, dense layers, rotation and scaling of what is left to the defaults of a family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "intermediate_size": 32, "vocab_size": VOCAB, "num_experts_per_tok": 2}  # fmt: skip
+    counts = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}, "minimax_m2": {"num_local_experts": 4},
+              "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 16}}  # fmt: skip
+    for kind, family in FAMILIES.items():
+        said = sizes | counts.get(kind, {})
+        config = AutoConfig.for_model(kind, **said)
+        facts = facts_of(said | {"model_type": kind})
+        assert facts_of(config.to_dict()) | facts == facts_of(config.to_dict()), kind  # what it says in full
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config)
+            ours = build_decoder(ModelCard(**facts, ac_targets=family.ac_targets))
+        assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in lm.parameters()), kind
+
+
+def test_every_family_has_layers_and_a_row():
+    assert DECODERS.keys() == FAMILIES.keys()
+    assert set(get_args(FamilyName)) == {*FAMILIES, "other"}
+    assert {family for family, _ in SIZES.values()} == set(FAMILIES)
+
+
+def test_only_layers_that_predict_further_tokens_are_passed_over():
+    name = "model.layers.3.input_layernorm.weight"  # behind the last
+    assert build_decoder(family_card("glm4_moe")).locate(name) is None
+    model = build_decoder(family_card("qwen3_moe"))
+    with pytest.raises(ValueError, match="has no place"):
+        load_weights(model, [*hf_tensors(model), (name, torch.ones(32))])
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

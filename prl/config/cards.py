@@ -65,7 +65,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind = str(config.get("model_type"))
     family = FAMILIES.get(kind, Family(""))
-    facts: dict[str, Any] = {"family": kind if kind in FAMILIES else "other", **family.always}
+    facts: dict[str, Any] = {"family": kind if kind in FAMILIES else "other", **family.always, **family.silent}
     for key in (*COMMON, *family.has):
         names = (family.keys.get(key, key), *OTHER_NAMES.get(key, ()))
         found = [config[name] for name in names if config.get(name) is not None]
@@ -73,8 +73,8 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
             facts[key] = found[0]
     if "head_dim" not in facts and {"hidden_size", "num_attention_heads"} <= facts.keys():
         facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
-    if family.dense_first:
-        facts["mlp_only_layers"] = tuple(range(config.get("first_k_dense_replace") or 0))
+    if family.dense_first and config.get("first_k_dense_replace") is not None:
+        facts["mlp_only_layers"] = tuple(range(config["first_k_dense_replace"]))
     elif "mlp_only_layers" in facts:
         facts["mlp_only_layers"] = tuple(facts["mlp_only_layers"])
     return facts | _rotary_facts(config, facts, family)

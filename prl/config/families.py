@@ -27,6 +27,8 @@ class Family:
     has: tuple[str, ...] = ()  # optional facts of the card that say something of it
     always: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # facts that config.json does not spell out
     keys: Mapping[str, str] = field(default_factory=lambda: NOTHING)  # the card's name of a fact -> config.json's
+    # what transformers takes where config.json is silent, as far as the card's own defaults are others
+    silent: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     # what config.json says where it says it: what the layers are built for, and nothing else
     builds: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NOTHING)
     writes: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # what engines want to read besides
@@ -58,12 +60,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         has=("rope_scaling",),
+        silent={"head_dim": 128},
         builds={**SILU, **NO_WINDOW, "attention_bias": (False,)},
         writes={"attention_bias": False, "use_sliding_window": False},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         has=(*EXPERTS, "rope_scaling"),
+        silent={"norm_topk_prob": False},
         builds={**SILU, **NO_WINDOW, "attention_bias": (False,), "decoder_sparse_step": (1,)},
         writes={"attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
         ac_targets=GATED_EXPERTS,
@@ -72,6 +76,13 @@ FAMILIES: Mapping[str, Family] = {
         "Glm4MoeForCausalLM",
         has=(*DEEPSEEK_ROUTER, "attention_bias", "use_qk_norm", "rope_scaling", "partial_rotary_factor"),
         keys={"num_experts": "n_routed_experts"},
+        silent={
+            "use_qk_norm": False,
+            "n_shared_experts": 1,
+            "mlp_only_layers": (0,),
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
         builds={**SILU, **SIGMOID},
         writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         dense_first=True,
@@ -82,6 +93,7 @@ FAMILIES: Mapping[str, Family] = {
         "MiniMaxM2ForCausalLM",
         has=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "rope_scaling", "partial_rotary_factor"),
         keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        silent={"head_dim": 128, "rope_theta": 5e6},
         builds={**SILU, "scoring_func": ("sigmoid",), "qk_norm_type": ("per_layer",), "use_qk_norm": (True,)},
         writes={"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
         qk_norm="all",

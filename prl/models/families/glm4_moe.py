@@ -9,9 +9,12 @@ from prl.models.experts.routing import Choice
 from prl.models.layers.attention import Attention
 from prl.models.layers.decoder import Decoder, DecoderLayer
 from prl.models.layers.mlp import DenseMLP, SparseMLP
+from prl.models.names.decoder import Names
 
 
 class Glm4Moe(Decoder):
+    names = Names(has_more_layers=True)
+
     @staticmethod
     def layer(card: ModelCard, index: int) -> DecoderLayer:
         attention = Attention(card, index, qk_norm="head" if card.use_qk_norm else None)

@@ -28,6 +28,7 @@ class Names:
     up: str = "up_proj"
     down: str = "down_proj"
     bias: str = "gate.e_score_correction_bias"  # of a router's choice
+    has_more_layers: bool = False  # behind the card's: they predict further tokens, and are passed over
 
 
 HUGGING_FACES = Names()
@@ -41,7 +42,7 @@ def locate(hf_name: str, card: ModelCard, names: Names = HUGGING_FACES) -> Regio
         return None if card.tie_word_embeddings else Region("lm_head.weight")
     name = hf_name.removeprefix("model.")
     layer = re.match(r"layers\.(\d+)\.", name)
-    if layer and int(layer[1]) >= card.num_hidden_layers:
+    if names.has_more_layers and layer and int(layer[1]) >= card.num_hidden_layers:
         return None
     name = name.replace(f".{names.mlp}.", ".mlp.", 1)
     expert = re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight", name)
