@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from prl.config import ConfigError, chosen, compose, composing, locate
+from prl.config import ConfigError, chosen, compose, composer, composing, locate
 
 SITE = """# @package _global_
 deployment:
@@ -28,7 +28,7 @@ def site(tmp_path, monkeypatch):
     """conf/ with a site's file, and the path of that."""
     conf = tmp_path / "conf"
     shutil.copytree(locate.conf_dir(), conf, ignore=shutil.ignore_patterns("local"))
-    for module in (locate, composing, chosen):
+    for module in (locate, composing, composer, chosen):
         monkeypatch.setattr(module, "conf_dir", lambda: conf)
     (conf / "local").mkdir()
     (conf / "local/default.yaml").write_text(SITE)

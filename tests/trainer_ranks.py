@@ -21,7 +21,7 @@ from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
 from prl.config.world import world_of
 from prl.models.checkpoints.writing import hf_tensors
-from prl.models.experts.stacked import local_part
+from prl.models.sharding import local_part
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import commit, parts_of
 from prl.trainer import parallelize

@@ -20,8 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.composing import compose, compose_yaml, run_choices
 from prl.config.errors import ConfigError
-from prl.config.locate import config_groups
+from prl.config.locate import conf_dir, config_groups
 from prl.config.overrides import OPEN_NODES, parse
+from prl.config.search_path import directories, yaml_files
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
@@ -48,17 +49,18 @@ class Composer:
         """As `prl.config.composing.compose`. Raises ConfigError with all problems found."""
         from prl.config.resolving import resolve, resolve_plain
 
-        values, rest = self._split(parse(overrides))
         try:
+            values, rest = self._split(parse(overrides))
             base = self._base(rest)
             plain = _set_plainly(base.plain, values)
-            if plain is not None:
-                return resolve_plain(plain, choices=base.choices)
-            cfg: DictConfig = pickle.loads(base.pickled)
-            for override in values:
-                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+            if plain is None:
+                cfg: DictConfig = pickle.loads(base.pickled)
+                for override in values:
+                    OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
         except (ConfigError, OmegaConfBaseException):
-            return compose(overrides, self.config_name)
+            return compose(overrides, self.config_name)  # which explains it
+        if plain is not None:
+            return resolve_plain(plain, choices=base.choices)
         return resolve(cfg, choices=base.choices)
 
     def _base(self, overrides: tuple[str, ...]) -> Base:
@@ -117,6 +119,18 @@ def _looks_first(override: Override) -> bool:
     return (override.is_add() and not isinstance(override.value(), (dict, list))) or (
         override.is_delete() and override.value() is not None
     )
+
+
+_kept: dict[str, tuple[object, Composer]] = {}
+
+
+def composer_of(config_name: str) -> Composer:
+    """The process's one for a job, made anew when a file that may be composed has changed."""
+    files = {path: path.stat() for root in (conf_dir(), *directories()) for path in yaml_files(root)}
+    state = directories(), [(path, stat.st_mtime_ns, stat.st_size) for path, stat in files.items()]
+    if config_name not in _kept or _kept[config_name][0] != state:
+        _kept[config_name] = state, Composer(config_name)
+    return _kept[config_name][1]
 
 
 OMEGACONFS = ("${", "???")  # a reference, and a value that is left to the user

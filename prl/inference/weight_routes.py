@@ -18,8 +18,9 @@ from aiohttp import web
 
 from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
+from prl.transport.kinds import DEVICE_TRANSPORTS
 from prl.transport.sources import WeightSource
-from prl.transport.weights import DEVICE_TRANSPORTS, NamedTensors, receive, stage
+from prl.transport.weights import NamedTensors, receive, stage
 
 
 @dataclass

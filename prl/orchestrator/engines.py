@@ -17,7 +17,7 @@ from prl.orchestrator.engine_answers import EngineError, cached_tokens, check_ke
 from prl.orchestrator.rollout import Generation
 from prl.planning.vllm_arguments import PREFILL_ONLY
 from prl.runtime.process.keys import RunKeys
-from prl.transport.weights import HOST_TRANSPORTS
+from prl.transport.kinds import HOST_TRANSPORTS
 from prl.transport.weights_lora import ADAPTER, LORA, load_steps
 
 # running requests keep their KV: vLLM would drop it with the caches, and compute it anew under the next weights

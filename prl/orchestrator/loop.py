@@ -31,7 +31,7 @@ from prl.orchestrator.server import BadRequest, start_server
 from prl.orchestrator.tasks import TaskSampler
 from prl.runtime.process.child import ChildContext
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
+from prl.transport.kinds import HOST_TRANSPORTS, NO_PUBLICATION
 
 LOOK_S = 0.2
 

@@ -48,5 +48,7 @@ def apply_compile(model: Decoder, enabled: bool) -> None:
             layer.mlp.route = torch.compile(layer.mlp.route)  # type: ignore[method-assign]
             experts = layer.mlp.experts
             experts.activate = torch.compile(experts.activate)  # type: ignore[method-assign]
+            if (shared := layer.mlp.shared_experts) is not None:
+                shared.forward = torch.compile(shared.forward)  # type: ignore[method-assign]
         else:
             layer.mlp_block = torch.compile(layer.mlp_block)  # type: ignore[method-assign]

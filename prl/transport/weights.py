@@ -24,15 +24,13 @@ from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
 from prl.transport.buckets import Announce, Chunk
 from prl.transport.flat import layout_of, tensor_at
+from prl.transport.kinds import DEVICE_TRANSPORTS
 from prl.transport.weights_files import FilesystemPublisher, check_file, manifest_of, receive_files
 from prl.transport.weights_ipc import receive_ipc
 from prl.transport.weights_nccl import receive_nccl
 from prl.transport.weights_tcp import TcpPublisher, receive_tcp
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-HOST_TRANSPORTS = ("filesystem", "shared_memory", "tcp", "lora")
-DEVICE_TRANSPORTS = ("nccl", "ipc")
-NO_PUBLICATION = 0  # trainers count theirs from 1; engines that are up are done with this one
 
 
 class Publisher(Protocol):

@@ -9,12 +9,14 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from prl.runtime.directory.files import save_tensors
-from prl.transport.buckets import Announce
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prl.transport.buckets import Announce
 
 LORA = "lora"  # update_info["type"]
 ADAPTER = "policy"  # the adapter's name in the engines; a request names it as its model

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prl.config.errors import UserError
 from prl.config.schema import LoraConfig
-from prl.models.experts.stacked import Experts, grouped_linear, local_part
+from prl.models.experts.stacked import Experts, grouped_linear
+from prl.models.sharding import is_sharded, local_part, place_of
 
 EXPERTS = "experts"  # the target that means the stacked matrices
 
@@ -110,7 +109,9 @@ def adapt_experts(module: Experts, lora: LoraConfig) -> None:
 
 def adapter_like(weight: Tensor, *shape: int) -> nn.Parameter:
     """Uninitialised, float32, on the weight's device; of experts that are spread over a group, spread alike."""
-    if isinstance(weight, DTensor):
+    if is_sharded(weight):
+        from torch.distributed.tensor import distribute_tensor
+
         whole = torch.empty(shape, device=weight.to_local().device)
         return nn.Parameter(distribute_tensor(whole, weight.device_mesh, weight.placements))
     return nn.Parameter(torch.empty(shape, device=weight.device))
@@ -146,9 +147,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def copy_shard(param: Tensor, whole: Tensor) -> None:
     """Fill what this rank holds of `param` from the whole tensor."""
-    if isinstance(param, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-        for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
+    if is_sharded(param):
+        for dim, (size, start) in enumerate(zip(*place_of(param), strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
     local_part(param).copy_(whole)
 
@@ -159,7 +159,7 @@ def copy_shard(param: Tensor, whole: Tensor) -> None:
 def whole_tensor(param: Tensor) -> Tensor:
     """A collective when the parameter is sharded; else its own memory."""
     data = param.detach()
-    if not isinstance(data, DTensor):
+    if not is_sharded(data):
         return data
     if data.device_mesh.size() > 1:
         return data.full_tensor()

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prl.config.errors import UserError
 from prl.config.hub import repair
@@ -22,6 +20,7 @@ from prl.models.adapters.lora import cast_parameters, is_adapter
 from prl.models.families.build import build_decoder
 from prl.models.layers.decoder import Decoder
 from prl.models.names.region import Region
+from prl.models.sharding import is_sharded, place_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -140,9 +139,8 @@ def _shape_of(region: Region, param: Tensor) -> list[int]:
 def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
     """Copy the part of `tensor` that this rank holds; `tensor` covers `region` of the whole parameter."""
     local, offset = param.data, [0] * param.dim()
-    if isinstance(param, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-        local, offset = param.to_local(), list(offsets)
+    if is_sharded(param):
+        local, offset = param.to_local(), list(place_of(param)[1])
     if region.expert is not None:
         index = region.expert - offset[0]
         if not 0 <= index < local.shape[0]:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import torch
-
 from prl.config.hub import fetch_checkpoint
 from prl.config.point import random_checkpoint_dir
 from prl.config.schema import ModelConfig
-from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-from prl.models.families.build import build_decoder
 
 
 def resolve_model_path(config: ModelConfig, cache_dir: Path, init_model_path: str | None = None) -> Path:
@@ -35,6 +31,10 @@ def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
     path = random_checkpoint_dir(config, cache_dir)
     if path.is_dir():
         return path
+    import torch  # the rest wants the path only
+
+    from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+    from prl.models.families.build import build_decoder
     from prl.models.text.tokenizer import save_byte_tokenizer
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from prl.models.experts.dispatch import ExpertCompute, LocalDispatch
+from prl.models.sharding import local_part
 
 # dispatch(x [N, H], weights [N, K], experts [N, K], num_experts, compute) -> [N, H]
 Dispatch = Callable[[Tensor, Tensor, Tensor, int, ExpertCompute], Tensor]
@@ -41,10 +41,6 @@ class Experts(nn.Module):
         """SwiGLU (arXiv:2002.05202) times scale [M]: [M, 2I] -> [M, I]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up * scale[:, None]
-
-
-def local_part(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

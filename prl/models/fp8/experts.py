@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from prl.models.experts.dispatch import LocalDispatch, collect, sort_by_expert, spread
-from prl.models.experts.stacked import Experts, local_part
+from prl.models.experts.stacked import Experts
 from prl.models.fp8.cast import cast, cast_blocks, cast_columns, cast_rows, has_kernel
 from prl.models.fp8.format import Scaled
 from prl.models.fp8.gemm import Backend, multiply_group_columns, multiply_groups
 from prl.models.fp8.groups import GroupedRows, group_rows
+from prl.models.sharding import local_part
 
 
 class SwigluExperts(torch.autograd.Function):

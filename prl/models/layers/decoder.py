@@ -68,7 +68,8 @@ class Decoder(nn.Module):
     def __init__(self, card: ModelCard) -> None:
         super().__init__()
         self.card = card
-        self.embed_tokens = nn.Embedding(card.vocab_size, card.hidden_size)
+        # with a weight given, torch draws none: on the meta device that would import its compiler (1.5 s)
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(card.vocab_size, card.hidden_size), freeze=False)
         self.layers = nn.ModuleList(self.layer(card, i) for i in range(card.num_hidden_layers))
         self.norm = RMSNorm(card.hidden_size, card.rms_norm_eps)
         self.lm_head = None if card.tie_word_embeddings else nn.Linear(card.hidden_size, card.vocab_size, bias=False)

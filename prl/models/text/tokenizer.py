@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>")  # ids 256, 257, ...
+# of tokenizer_config.json: what transformers 5 and 4 write of a tokenizer that is no model's own
+PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -20,12 +23,10 @@ CHAT_TEMPLATE = (
 
 def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of the run: model.tokenizer if it names one, else the one beside the weights at `path`."""
-    from transformers import AutoTokenizer
-
     own = config.tokenizer not in (None, "byte")
     wanted = str(config.tokenizer) if own else str(path)
     try:
-        return AutoTokenizer.from_pretrained(wanted)
+        return _tokenizer_class(Path(wanted)).from_pretrained(wanted)
     except Exception as error:  # a dozen unrelated types for "not there", "no network" and "not a tokenizer"
         said = str(error).strip().splitlines() or [repr(error)]
         raise UserError(
@@ -35,6 +36,20 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
             fix="model.tokenizer=/path/to/tokenizer or the name of one on the Hugging Face hub"
             + ("; model.tokenizer=byte" if config.path is None else ""),
         ) from error
+
+
+def _tokenizer_class(path: Path) -> type[Any]:
+    """What reads the tokenizer; where its files say that they are all there is to it, AutoTokenizer and the 2.5 seconds
+    in which it looks through every model of transformers are not needed.
+    """
+    file = path / "tokenizer_config.json"
+    if file.is_file() and json.loads(file.read_text()).get("tokenizer_class") in PLAIN_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def byte_characters() -> list[str]:

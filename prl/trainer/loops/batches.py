@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import NO_PUBLICATION
+from prl.transport.kinds import NO_PUBLICATION
 
 log = logging.getLogger("prl")
 

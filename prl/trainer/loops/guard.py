@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prl.models.experts.stacked import local_part
+from prl.models.sharding import local_part
 from prl.runtime.directory.checkpoints import step_dir, steps
 from prl.trainer.world import sum_over_world
 

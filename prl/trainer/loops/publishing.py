@@ -13,9 +13,10 @@ from prl.models.adapters.peft import peft_config
 from prl.planning.run_plan import RunPlan
 from prl.runtime.process.child import ChildContext
 from prl.trainer.world import World
+from prl.transport.kinds import DEVICE_TRANSPORTS
 from prl.transport.serving import address_towards
 from prl.transport.stores import serve_store
-from prl.transport.weights import DEVICE_TRANSPORTS, Publisher, make_publisher
+from prl.transport.weights import Publisher, make_publisher
 from prl.transport.weights_ipc import IpcPublisher
 from prl.transport.weights_lora import AdapterPublisher
 from prl.transport.weights_nccl import NcclPublisher

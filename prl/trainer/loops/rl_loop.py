@@ -27,7 +27,7 @@ from prl.trainer.loops.saving import Saving
 from prl.trainer.policy import Policy, device_memory_bytes, make_room, peak_memory_bytes, seed_everything
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, meet, sum_over_data
 from prl.transport.batch import TrainBatch
-from prl.transport.weights import HOST_TRANSPORTS, NO_PUBLICATION
+from prl.transport.kinds import HOST_TRANSPORTS, NO_PUBLICATION
 from prl.transport.weights_nccl import NcclPublisher
 
 BEAT_S = 1.0

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from prl.config.schema import ActivationOffloading
-from prl.models.experts.stacked import local_part
 from prl.models.layers.decoder import Decoder
+from prl.models.sharding import local_part
 from prl.trainer.memory.host_memory import Arena, CopyStream, compute_waits
 from prl.trainer.memory.saved_tensors import Stored, packing
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prl.models.experts.stacked import local_part
+from prl.models.sharding import local_part
 from prl.trainer.memory.host_memory import Arena, CopyStream, compute_waits
 
 BUCKET_BYTES = 256 << 20  # of parameters; a larger parameter is a bucket of its own

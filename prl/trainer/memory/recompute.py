@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from prl.config.schema import ActivationCheckpointing
+from prl.models.experts.stacked import Experts
 from prl.models.layers.decoder import Decoder, DecoderLayer
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.trainer.memory.saved_tensors import Pack, Stored, current_pack, packing
@@ -69,9 +70,17 @@ def _apply_targets(layer: DecoderLayer, targets: frozenset[str], compiled: bool)
             norm = layer.post_attention_layernorm
             _override(norm, "forward", recomputed(norm.forward, outputs=True))
         if "act" in targets:
-            holder = layer.mlp.experts if isinstance(layer.mlp, SparseMLP) else layer.mlp
-            _override(holder, "activate", recomputed(holder.activate, outputs=True))
+            for holder in _holders(layer.mlp, compiled):
+                _override(holder, "activate", recomputed(holder.activate, outputs=True))
     _override(layer, "forward", in_scope(layer.forward))
+
+
+def _holders(mlp: DenseMLP | SparseMLP, compiled: bool) -> list[DenseMLP | Experts]:
+    """Those with an activation that is not inside a compiled part."""
+    if isinstance(mlp, DenseMLP):
+        return [mlp]
+    shared = [] if mlp.shared_experts is None or compiled else [mlp.shared_experts]
+    return [mlp.experts, *shared]
 
 
 def _override(module: torch.nn.Module, method: str, function: Callable[..., Any]) -> None:

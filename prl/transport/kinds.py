@@ -1,0 +1,5 @@
+"""What the transports of weights are called, for those who only lead: nothing here imports torch."""
+
+HOST_TRANSPORTS = ("filesystem", "shared_memory", "tcp", "lora")
+DEVICE_TRANSPORTS = ("nccl", "ipc")
+NO_PUBLICATION = 0  # trainers count theirs from 1; engines that are up are done with this one
