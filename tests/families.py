@@ -29,6 +29,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 GLM = {**EXPERTS, "intermediate_size": 48, "mlp_only_layers": (0,), "n_shared_experts": 1,
        "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5}  # fmt: skip
 
+LATENT = {**EXPERTS, "intermediate_size": 48, "mlp_only_layers": (0,), "n_shared_experts": 1, "use_qk_norm": False,
+          "routed_scaling_factor": 2.5, "num_key_value_heads": 4, "head_dim": 12, "kv_lora_rank": 24, "q_lora_rank": 20,
+          "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
+DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+                 "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card has besides BASE
     "qwen3": ("qwen3", {"intermediate_size": 48}),
     "qwen3 yarn": ("qwen3", {"intermediate_size": 48, "rope_scaling": YARN}),
@@ -45,6 +51,11 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card 
         "glm4_moe", {**GLM, "n_shared_experts": 2, "mlp_only_layers": (0, 1), "n_group": 4, "topk_group": 2}
     ),
     "minimax_m2": ("minimax_m2", {**EXPERTS, "partial_rotary_factor": 0.5}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "n_group": 4, "topk_group": 2, "rope_scaling": DEEPSEEK_YARN}),
+    "deepseek_v3 straight queries, biases, two dense": (
+        "deepseek_v3", {**LATENT, "q_lora_rank": 0, "attention_bias": True, "mlp_only_layers": (0, 1)}
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, "v_head_dim": 12, "mlp_only_layers": (0,)}),
 }  # fmt: skip
 
 

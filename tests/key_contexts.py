@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prl.config.families import LATENT
 from prl.config.keys import schema_keys
 
 VLLM = ("inference=vllm", "deployment.num_infer_gpus=4")
@@ -36,6 +37,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.card.n_group": ("rl", ("model=tiny_glm4_moe",)),
     "model.card.topk_group": ("rl", ("model=tiny_glm4_moe", "model.card.n_group=4", "model.card.topk_group=2")),
     "model.card.partial_rotary_factor": ("rl", ("model=tiny_glm4_moe",)),
+    **{f"model.card.{key}": ("rl", ("model=tiny_deepseek_v3",)) for key in LATENT},
     "model.card.cp_styles": ("rl", ("parallelism=cp2",)),
     "model.card.ac_targets": ("rl", ("memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[moe]")),
     "model.router_bias_update_rate": ("sft", ()),
@@ -101,6 +103,9 @@ OTHERS = {
     "model.card.num_experts": "16",
     "model.card.head_dim": "64",
     "model.card.mlp_only_layers": "[0]",
+    "model.card.qk_nope_head_dim": "16",
+    "model.card.qk_rope_head_dim": "32",
+    "model.card.v_head_dim": "16",
     "model.card.rope_scaling": "{rope_type: linear, factor: 2.0}",
     "model.card.cp_styles": "[ring]",
     "model.card.ac_targets": "[norm]",
@@ -175,6 +180,8 @@ PERMITS = {
 }
 # what has to change together with a key
 COMPANIONS = {
+    "model.card.qk_nope_head_dim": ("model.card.head_dim=32",),
+    "model.card.qk_rope_head_dim": ("model.card.head_dim=64",),
     "inference.urls": ("inference.control_key_var=KEY",),
     "inference.kv_offload.type": ("inference.kv_offload.mooncake_config=null", "inference.kv_offload.cpu_gib=4"),
 }

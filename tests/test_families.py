@@ -8,13 +8,17 @@ import torch
 import torch.nn.functional as F
 from families import SIZES, family_card, reference, reference_logits
 from safetensors.torch import load_file
-from tiny import VOCAB, random_model
+from tiny import END, VOCAB, random_model
 
 from prl.config import compose
 from prl.config.cards import card_to_hf_config, facts_of
 from prl.config.families import FAMILIES
 from prl.config.locate import config_groups
+from prl.config.schema import InferenceConfig
 from prl.config.schema_model import FamilyName, ModelCard
+from prl.inference.engine import TorchEngine
+from prl.inference.sampling import SamplingParams
+from prl.inference.sequences import Request
 from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_model, load_weights
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
@@ -64,6 +68,28 @@ def test_logits_and_gradients_are_those_of_transformers(family):
         )
 
 
+def test_the_built_in_engine_says_what_the_model_says(family):
+    """Prompts of several lengths at once, a shared prefix, and a second turn on what the cache knows."""
+    card, model, path = family
+    engine = TorchEngine(
+        load_model(path, card, torch.float32, CPU), InferenceConfig(max_num_seqs=4, max_model_len=128), (END,)
+    )
+    prompts = [document.tolist() for document in DOCUMENTS]
+    for turn in range(2):
+        params = SamplingParams(n=2, temperature=1.0, max_tokens=9, seed=turn, ignore_eos=True)
+        sequences = [s for i, ids in enumerate(prompts) for s in engine.prepare(Request(f"{turn}-{i}", ids, params))]
+        engine.submit(sequences)
+        while engine.busy:
+            engine.step()
+        for s in sequences:
+            ids = torch.tensor(s.token_ids)
+            with torch.no_grad():
+                logits = model.logits(model(ids, torch.arange(len(ids)), packed_attention([len(ids)], CPU)))
+            said = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[s.num_prompt - 1 :, 0]
+            torch.testing.assert_close(torch.tensor(s.logprobs), said, rtol=1e-5, atol=1e-5)
+        prompts = [[*s.token_ids, 7, 8, 9] for s in sequences[::2]]
+
+
 def test_checkpoints_come_back_byte_for_byte(family, tmp_path):
     card, model, path = family
     check_card(path, card)
@@ -99,10 +125,11 @@ def test_a_silent_config_json_means_what_transformers_takes_it_for():
     """Shape, biases, norms, dense layers, rotation and scaling of what is left to the defaults of a family."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
              "intermediate_size": 32, "vocab_size": VOCAB, "num_experts_per_tok": 2}  # fmt: skip
+    routed = {"n_routed_experts": 16, "moe_intermediate_size": 16}
     counts = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}, "minimax_m2": {"num_local_experts": 4},
-              "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 16}}  # fmt: skip
+              "glm4_moe": routed, "deepseek_v3": routed, "glm4_moe_lite": routed}  # fmt: skip
     for kind, family in FAMILIES.items():
         said = sizes | counts.get(kind, {})
         config = AutoConfig.for_model(kind, **said)
@@ -141,6 +168,9 @@ PUBLISHED = {  # billions, as model cards on the hub say; without layers that pr
     "llama_3_1_8b": 8.03,
     "glm_4_5_air": 106,
     "minimax_m2": 229,
+    "deepseek_v3": 671,
+    "kimi_k2": 1026,  # "1T"; 32.6 of them active
+    "glm_4_7_flash": 30,
 }
 CARDS = [name for name in config_groups()["model"] if name != "auto"]
 

@@ -14,7 +14,7 @@ from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
-FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2")
+FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2", "deepseek_v3")
 FOUR = ["deployment.num_train_gpus=4"]
 OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}"
 DENSE = {
@@ -29,14 +29,21 @@ SPARSE = DENSE | {
     "ep2_cp2": ("ep2_cp2", ["memory=tight", *FOUR]),
     "lora": ("ep2_cp2", [*LORA, *FOUR]),
 }
-ADAPTERS = {True: LORA, False: DENSE["lora"][1]}  # of a family with experts, and of one without
+LATENT_LORA = ["memory=lora", "memory_recipe.lora.targets=[q_b_proj,kv_b_proj,o_proj,experts]",
+               "memory_recipe.lora.alpha=32"]  # fmt: skip
+LATENT = SPARSE | {"lora": ("ep2_cp2", [*LATENT_LORA, *FOUR])}
 
 
-def has_experts(name):
-    return family_card(name).num_experts > 0
+def cases(name):
+    card = family_card(name)
+    return LATENT if card.kv_lora_rank else SPARSE if card.num_experts else DENSE
 
 
-JOBS = {(name, case): job for name in FAMILIES for case, job in (SPARSE if has_experts(name) else DENSE).items()}
+JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
+
+
+def adapters(name):
+    return [line for line in cases(name)["lora"][1] if line not in FOUR]
 
 
 def make_job(root, name, layout, overrides):
@@ -67,7 +74,7 @@ def alone(root):
     """What one process makes of each family, without recipe; and with adapters."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plain = {name: run_job(make_job(root, name, "single", [])) for name in FAMILIES}
-    lora = {name: run_job(make_job(root, name, "single", ADAPTERS[has_experts(name)])) for name in FAMILIES}
+    lora = {name: run_job(make_job(root, name, "single", adapters(name))) for name in FAMILIES}
     yield plain, lora
     dist.destroy_process_group()
 

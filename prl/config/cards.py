@@ -47,6 +47,12 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
     if "partial_rotary_factor" in family.has:
         config["partial_rotary_factor"] = card.partial_rotary_factor
         config["rotary_dim"] = card.rotary_dim
+    if family.is_latent:
+        del config["head_dim"]  # of the part that turns, to transformers
+        config["q_lora_rank"] = card.q_lora_rank or None
+    if family.lists_layers:
+        kinds = ["sparse" if i in card.sparse_layers else "dense" for i in range(card.num_hidden_layers)]
+        config["mlp_layer_types"] = kinds
     if family.dense_first:
         config["first_k_dense_replace"] = len(card.mlp_only_layers)
     elif "mlp_only_layers" in family.has:
@@ -71,9 +77,16 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         found = [config[name] for name in names if config.get(name) is not None]
         if found and key not in _replaced(family) and key not in ROTARY:
             facts[key] = found[0]
+    if family.is_latent:
+        facts["head_dim"] = facts["qk_nope_head_dim"] + facts["qk_rope_head_dim"]
+        if config.get("q_lora_rank", 0) is None:
+            facts["q_lora_rank"] = 0
     if "head_dim" not in facts and {"hidden_size", "num_attention_heads"} <= facts.keys():
         facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
-    if family.dense_first and config.get("first_k_dense_replace") is not None:
+    if family.lists_layers and config.get("mlp_layer_types"):
+        kinds = config["mlp_layer_types"]
+        facts["mlp_only_layers"] = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+    elif family.dense_first and config.get("first_k_dense_replace") is not None:
         facts["mlp_only_layers"] = tuple(range(config["first_k_dense_replace"]))
     elif "mlp_only_layers" in facts:
         facts["mlp_only_layers"] = tuple(facts["mlp_only_layers"])

@@ -14,9 +14,10 @@ from prl.config.schema_model import CpStyle, FamilyName
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "norm_topk_prob")
 DEEPSEEK_ROUTER = (*EXPERTS, "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
+LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GATED_DENSE, GATED_EXPERTS = ("norm", "act", "attn_proj", "mlp"), ("norm", "act", "attn_proj", "moe")
 
-OPTIONAL = (*DEEPSEEK_ROUTER, "attention_bias", "use_qk_norm", "rope_scaling", "partial_rotary_factor")
+OPTIONAL = (*DEEPSEEK_ROUTER, *LATENT, "attention_bias", "use_qk_norm", "rope_scaling", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,17 @@ class Family:
     builds: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NOTHING)
     writes: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # what engines want to read besides
     dense_first: bool = False  # config.json counts the dense layers, which are the first (first_k_dense_replace)
+    lists_layers: bool = False  # it says of each layer whether it is dense (mlp_layer_types)
     qk_norm: Literal["none", "head", "all"] = "head"  # where the card has norms of queries and keys
     output_bias: bool = False  # attention_bias is of o_proj, too
     corrected: bool = False  # checkpoints have a correction of the router's choice
     cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
     ac_targets: tuple[str, ...] = GATED_DENSE
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is multi-head latent attention."""
+        return "kv_lora_rank" in self.has
 
     @property
     def has_experts(self) -> bool:
@@ -97,6 +104,56 @@ FAMILIES: Mapping[str, Family] = {
         builds={**SILU, "scoring_func": ("sigmoid",), "qk_norm_type": ("per_layer",), "use_qk_norm": (True,)},
         writes={"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
         qk_norm="all",
+        corrected=True,
+        ac_targets=GATED_EXPERTS,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        has=(*DEEPSEEK_ROUTER, *LATENT, "attention_bias", "rope_scaling"),
+        always={"use_qk_norm": False},
+        keys={"num_experts": "n_routed_experts"},
+        silent={
+            "n_shared_experts": 1,
+            "mlp_only_layers": (0, 1, 2),
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        builds={**SILU, **SIGMOID, "rope_interleave": (True,)},
+        writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
+        dense_first=True,
+        qk_norm="none",
+        output_bias=True,
+        corrected=True,
+        ac_targets=GATED_EXPERTS,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        has=(*DEEPSEEK_ROUTER, *LATENT, "attention_bias", "rope_scaling"),
+        always={"use_qk_norm": False},
+        keys={"num_experts": "n_routed_experts"},
+        silent={
+            "n_shared_experts": 1,
+            "mlp_only_layers": (0,),
+            "routed_scaling_factor": 1.8,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "rms_norm_eps": 1e-5,
+        },
+        builds={**SILU, **SIGMOID, "rope_interleave": (True,)},
+        writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
+        dense_first=True,
+        lists_layers=True,
+        qk_norm="none",
+        output_bias=True,
         corrected=True,
         ac_targets=GATED_EXPERTS,
     ),

@@ -18,7 +18,7 @@ from prl.config.schema_fields import (
     Seed,
 )
 
-FamilyName = Literal["llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "other"]
+FamilyName = Literal["llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "other"]
 CpStyle = Literal["ulysses", "ring"]
 
 
@@ -74,6 +74,12 @@ class ModelCard(Group):
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: RotaryPart = 1.0  # of each head, from its first dimension on
+    # latent attention (arXiv:2405.04434): keys and values of all heads are made from so many numbers of a token; 0: not
+    kv_lora_rank: NonNegative = 0
+    q_lora_rank: NonNegative = 0  # queries, too; 0: straight from the hidden state
+    qk_nope_head_dim: NonNegative = 0  # of head_dim, what is not turned by position: the first part
+    qk_rope_head_dim: NonNegative = 0  # what is
+    v_head_dim: NonNegative = 0
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: bool = False
     cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
@@ -97,7 +103,19 @@ class ModelCard(Group):
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that rotary embeddings turn."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def value_dim(self) -> int:
+        """Of one head's values; head_dim is that of its queries and keys."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def cached_per_token(self) -> int:
+        """Numbers that a cache holds of one token in one layer."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return 2 * self.num_key_value_heads * self.head_dim
 
 
 class ModelConfig(Group):

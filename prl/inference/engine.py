@@ -54,6 +54,7 @@ class TorchEngine:
         self, model: Decoder, config: InferenceConfig, eos_token_ids: tuple[int, ...], version: str = "0"
     ) -> None:
         self.model, self.config, self.eos, self.version = model, config, eos_token_ids, version
+        model.absorb_latents()  # the cache holds them
         weight = next(model.parameters())
         self.device, self.vocab = weight.device, model.card.vocab_size
         self.cache = KVCache(model.card, config.max_num_seqs, config.max_model_len, weight.dtype, self.device)

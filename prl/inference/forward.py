@@ -78,7 +78,7 @@ def _length_class(sequences: list[Sequence], flat_starts: np.ndarray, device: to
 def _prefill_attention(cache: KVCache, classes: list[_LengthClass], slots: Tensor, positions: Tensor) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(layer, slots, positions, k, v)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
         for c in classes:
             padded = q.new_zeros(len(c.slots), c.new, *q.shape[1:])
             padded[c.row, c.column] = q[c.flat]
@@ -168,7 +168,7 @@ class DecodeRows:
             keys, values = cache.k[layer][chosen, :, :context], cache.v[layer][chosen, :, :context]  # [rows, Hkv, S, D]
             grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1]) * q.shape[-1] ** -0.5  # [rows, Hkv, G, D]
             scores = (grouped @ keys.transpose(-1, -2)).float() + mask
-            out = (scores.softmax(dim=-1).to(q.dtype) @ values).view(q.shape)
+            out = (scores.softmax(dim=-1).to(q.dtype) @ values).view(*q.shape[:2], -1)
             return out[self.slots] if spread else out
 
         return attend

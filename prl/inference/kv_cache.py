@@ -27,10 +27,16 @@ class _Content:
 
 
 class KVCache:
-    """k and v are [L, slots, Hkv, max_len, D]. A slot is empty, cached (free, with content) or in use."""
+    """k and v are [L, slots, Hkv, max_len, D]; of latent attention k is the latent and the shared key, one head, and v
+    the part of it that is the latent. A slot is empty, cached (free, with content) or in use.
+    """
 
     def __init__(self, card: ModelCard, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = (card.num_hidden_layers, slots, card.num_key_value_heads, max_len, card.head_dim)
+        self.latent = card.kv_lora_rank  # 0: keys and values of their own
+        heads, dim = card.num_key_value_heads, card.head_dim
+        if self.latent:
+            heads, dim = 1, card.cached_per_token
+        self.shape = (card.num_hidden_layers, slots, heads, max_len, dim)
         self.dtype, self.device, self.slots = dtype, device, slots
         self.in_use: set[int] = set()
         self.cached: dict[int, None] = {}  # least recently used first
@@ -40,7 +46,7 @@ class KVCache:
 
     def allocate(self) -> None:
         self.k = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        self.v = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        self.v = self.k[..., : self.latent] if self.latent else torch.zeros_like(self.k)
         self.reset()
 
     def release(self) -> None:
@@ -130,7 +136,8 @@ class KVCache:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The KV of the first tokens of one slot to another."""
         self.k[:, target, :, :tokens] = self.k[:, source, :, :tokens]
-        self.v[:, target, :, :tokens] = self.v[:, source, :, :tokens]
+        if not self.latent:
+            self.v[:, target, :, :tokens] = self.v[:, source, :, :tokens]
 
     def _forget(self, slot: int) -> None:
         content = self.content.pop(slot, None)
@@ -144,7 +151,8 @@ class KVCache:
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, Hkv, D] of tokens at (slot, position), both [N] int64."""
         self.k[layer][slots, :, positions] = k
-        self.v[layer][slots, :, positions] = v
+        if not self.latent:
+            self.v[layer][slots, :, positions] = v
 
 
 def _chain(namespace: Namespace, token_ids: list[int]) -> list[int]:

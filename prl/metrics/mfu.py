@@ -13,7 +13,7 @@ from prl.planning.model_size import active_parameters
 if TYPE_CHECKING:
     import torch
 
-FORMULA = "6*P_active*T + 6*layers*heads*head_dim*sum(d*(d+1)) over documents of d tokens"
+FORMULA = "6*P_active*T + 3*layers*heads*(head_dim+value_dim)*sum(d*(d+1)) over documents of d tokens"
 FROZEN_FORMULA = FORMULA.replace("6*P_active", "4*P_active", 1)  # no gradient of the weights themselves
 PEAK_FLOPS = {  # dense bfloat16 FLOP/s by device name, from the vendors' data sheets
     "H100": 989e12,
@@ -33,8 +33,8 @@ MEASURED_REPEATS = 5
 def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False) -> tuple[float, str]:
     """Model FLOPs of forward and backward over packed documents, and the formula.
 
-    6 FLOPs per active parameter and token. A document of d tokens has d(d+1)/2 causal pairs; QK^T and PV take
-    2*head_dim FLOPs each per pair and head, three times that with the backward pass. Recomputation does not count
+    6 FLOPs per active parameter and token. A document of d tokens has d(d+1)/2 causal pairs; QK^T takes 2*head_dim
+    FLOPs per pair and head and PV 2*value_dim, three times that with the backward pass. Recomputation does not count
     (PaLM, arXiv:2204.02311, appendix B), nor does padding or attention across documents. Of a frozen model (LoRA) the
     weights' gradients are not computed, which leaves 4; its adapters, some thousandth of that, are not counted.
 
@@ -44,7 +44,7 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
     """
     lengths = list(doc_lens)
     pairs = sum(d * (d + 1) / 2 for d in lengths)
-    per_pair = 12 * card.num_hidden_layers * card.num_attention_heads * card.head_dim
+    per_pair = 6 * card.num_hidden_layers * card.num_attention_heads * (card.head_dim + card.value_dim)
     per_param = 4 if frozen else 6
     formula = FROZEN_FORMULA if frozen else FORMULA
     return float(per_param * active_parameters(card) * sum(lengths) + per_pair * pairs), formula

@@ -35,6 +35,9 @@ def active_parameters(card: ModelCard) -> int:
 def _attention(card: ModelCard) -> int:
     q, kv = card.num_attention_heads * card.head_dim, card.num_key_value_heads * card.head_dim
     family = FAMILIES.get(card.family)
+    if card.kv_lora_rank:
+        biases = card.q_lora_rank + card.kv_lora_rank + card.qk_rope_head_dim + card.hidden_size
+        return _projections(card) + card.q_lora_rank + card.kv_lora_rank + biases * card.attention_bias
     norms = {"none": 0, "head": 2 * card.head_dim, "all": q + kv}[family.qk_norm if family else "none"]
     biases = q + 2 * kv + (card.hidden_size if family and family.output_bias else 0)
     return _projections(card) + norms * card.use_qk_norm + biases * card.attention_bias
@@ -42,6 +45,12 @@ def _attention(card: ModelCard) -> int:
 
 def _projections(card: ModelCard) -> int:
     """q, k, v and o."""
+    if card.kv_lora_rank:
+        heads, hidden, rank = card.num_attention_heads, card.hidden_size, card.kv_lora_rank
+        read = card.q_lora_rank or hidden  # by what makes the queries
+        queries = hidden * card.q_lora_rank + read * heads * card.head_dim
+        values = hidden * (rank + card.qk_rope_head_dim) + rank * heads * (card.qk_nope_head_dim + card.v_head_dim)
+        return queries + values + heads * card.v_head_dim * hidden
     return 2 * card.hidden_size * card.head_dim * (card.num_attention_heads + card.num_key_value_heads)
 
 

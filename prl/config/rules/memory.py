@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.rules.rule import Refuse, each_of
-from prl.config.schema import RunConfig
+from prl.config.schema import ModelCard, RunConfig
 from prl.config.world import World
 
 offloads_exclude_each_other = each_of(
@@ -67,6 +67,7 @@ ac_keys_take_effect = each_of(
 
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT_LINEARS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -77,7 +78,7 @@ def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
         return
     ours = config.model.impl != "hf" and card.is_native
     experts, mlps = ("experts",) if card.num_experts else (), MLP_LINEARS if card.has_dense_mlps else ()
-    known = (*ATTENTION_LINEARS, *experts, *mlps)
+    known = (*_attention_linears(card), *experts, *mlps)
     unknown = [target for target in lora.targets if (target not in known if ours else target == "experts")]
     if unknown or not lora.targets:
         yield UserError(
@@ -86,6 +87,12 @@ def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
             why=f"its linears are: {', '.join(known)}" if ours else "stacked experts are those of model.impl=custom",
             fix=f"memory_recipe.lora.targets=[{','.join(known if ours else ATTENTION_LINEARS)}]",
         )
+
+
+def _attention_linears(card: ModelCard) -> tuple[str, ...]:
+    if not card.kv_lora_rank:
+        return ATTENTION_LINEARS
+    return (*(("q_a_proj", "q_b_proj") if card.q_lora_rank else ("q_proj",)), *LATENT_LINEARS)
 
 
 GROUPED_ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes to which grouped GEMMs align rows

@@ -66,6 +66,8 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
             why="rotary embeddings turn pairs of a head's dimensions",
             fix="model.card.partial_rotary_factor=1.0",
         )
+    if family is not None and family.is_latent:
+        yield from _latents_are_complete(card)
     if card.num_experts_per_tok > card.num_experts:
         yield UserError(
             f"A token cannot go to {card.num_experts_per_tok} of {card.num_experts} experts.",
@@ -88,6 +90,32 @@ def _facts_are_the_familys(config: RunConfig, family: Family) -> Iterator[UserEr
                 why=f"of such facts its layers know {', '.join(family.has) or 'none'}",
                 fix=f"model.card.{key}={as_override(usual)}",
             )
+
+
+def _latents_are_complete(card: ModelCard) -> Iterator[UserError]:
+    for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if getattr(card, key) == 0:
+            yield UserError(
+                f"A {card.family} card needs {key}.",
+                where=f"model.card.{key}=0",
+                why="its attention is multi-head latent attention",
+                fix=f"model.card.{key}={card.head_dim // 2 * 2 or 2}",
+            )
+    if card.qk_nope_head_dim + card.qk_rope_head_dim != card.head_dim:
+        yield UserError(
+            "The two parts of a head are not the head.",
+            where=f"model.card.head_dim={card.head_dim}, model.card.qk_nope_head_dim={card.qk_nope_head_dim}, "
+            f"model.card.qk_rope_head_dim={card.qk_rope_head_dim}",
+            why="a query has a part that is not turned by position, and one that is",
+            fix=f"model.card.head_dim={card.qk_nope_head_dim + card.qk_rope_head_dim}",
+        )
+    if card.v_head_dim > card.head_dim:
+        yield UserError(
+            "Values cannot be wider than queries.",
+            where=f"model.card.v_head_dim={card.v_head_dim}, model.card.head_dim={card.head_dim}",
+            why="attention kernels take one width, to which values are padded",
+            fix=f"model.card.v_head_dim={card.head_dim}",
+        )
 
 
 def expert_groups_are_even(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -223,6 +251,9 @@ def fp8_fits_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
         "hidden_size": card.hidden_size,
         "num_attention_heads * head_dim": card.num_attention_heads * card.head_dim,
         "num_key_value_heads * head_dim": card.num_key_value_heads * card.head_dim,
+        "num_attention_heads * v_head_dim": card.num_attention_heads * card.v_head_dim,
+        "kv_lora_rank": card.kv_lora_rank,
+        "q_lora_rank": card.q_lora_rank,
         "intermediate_size": 0 if card.num_experts else card.intermediate_size,
         "moe_intermediate_size": card.moe_intermediate_size,
     }

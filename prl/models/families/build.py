@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prl.config.schema import ModelCard
+from prl.models.families.deepseek_v3 import DeepseekV3
 from prl.models.families.glm4_moe import Glm4Moe
 from prl.models.families.llama import Llama
 from prl.models.families.minimax_m2 import MiniMaxM2
@@ -15,6 +16,8 @@ DECODERS: dict[str, type[Decoder]] = {
     "qwen3_moe": Qwen3,
     "glm4_moe": Glm4Moe,
     "minimax_m2": MiniMaxM2,
+    "deepseek_v3": DeepseekV3,
+    "glm4_moe_lite": DeepseekV3,
 }
 
 

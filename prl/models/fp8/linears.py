@@ -24,7 +24,8 @@ from prl.models.fp8.gemm import Backend, deep_gemm, multiply, multiply_columns
 from prl.models.layers.attention import Attention
 from prl.models.layers.mlp import DenseMLP
 
-KEPT = ("embed_tokens", "lm_head", "gate")  # names of modules that stay as they are; "gate" is the router
+# names of modules that stay as they are; "gate" is the router; a latent and a turned key are no whole blocks
+KEPT = ("embed_tokens", "lm_head", "gate", "kv_a_proj_with_mqa")
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

@@ -44,6 +44,10 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
+    def output(self, attended: Tensor) -> Tensor:
+        """attended [N, Hq, D] -> [N, H]."""
+        return self.o_proj(attended.flatten(1))
+
     def multiply(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, H] -> [N, Hq * D] and twice [N, Hkv * D]."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)

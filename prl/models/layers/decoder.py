@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend, Attention
+from prl.models.layers.latent_attention import LatentAttention
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotary_tables
@@ -30,7 +31,7 @@ class DecoderLayer(nn.Module):
     wrap exactly them.
     """
 
-    def __init__(self, card: ModelCard, attention: Attention, mlp: DenseMLP | SparseMLP) -> None:
+    def __init__(self, card: ModelCard, attention: Attention | LatentAttention, mlp: DenseMLP | SparseMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
         self.self_attn = attention
@@ -48,7 +49,7 @@ class DecoderLayer(nn.Module):
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
     def join(self, x: Tensor, attended: Tensor) -> Tensor:
-        return x + self.self_attn.o_proj(attended.flatten(1))
+        return x + self.self_attn.output(attended)
 
     def mlp_block(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x), recorder)
@@ -101,6 +102,12 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, V]; only for models that are not sharded."""
         return F.linear(hidden, self.head_weight)
+
+    def absorb_latents(self) -> None:
+        """From now on attend to the latents of tokens, where the attention has such: what a cache can hold."""
+        for module in self.modules():
+            if isinstance(module, LatentAttention):
+                module.absorbed = True
 
     def locate(self, hf_name: str) -> Region | None:
         """The region that a checkpoint tensor fills; None for one that this model does not hold."""

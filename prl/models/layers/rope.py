@@ -70,12 +70,16 @@ def yarn_scale(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
-    return temperature(1.0)
+        return yarn_temperature(scaling.factor, scaling.mscale) / yarn_temperature(
+            scaling.factor, scaling.mscale_all_dim
+        )
+    return yarn_temperature(scaling.factor, 1.0)
+
+
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """Of a context that is `factor` times the old one."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -84,3 +88,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turning.chunk(2, dim=-1)
     turned = (turning * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
     return turned if turning is x else torch.cat([turned, x[..., cos.shape[-1] :]], dim=-1)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn neighbouring dimensions, 2i with 2i + 1, where `rotate` turns i with i + R/2: x [N, H, R] -> [N, H, R].
+
+    What comes out has the halves one after another: scores are the same as long as queries and keys agree.
+    """
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,26 @@
+"""DeepSeek-V3 (arXiv:2412.19437), the text models of Kimi-K2 (arXiv:2507.20534), and GLM-4.7-Flash: latent attention;
+dense first layers, then experts chosen in groups by sigmoid scores with a correction, beside shared ones.
+"""
+
+from __future__ import annotations
+
+from prl.config.schema import ModelCard
+from prl.models.experts.routing import Choice
+from prl.models.layers.decoder import Decoder, DecoderLayer
+from prl.models.layers.latent_attention import LatentAttention
+from prl.models.layers.mlp import DenseMLP, SparseMLP
+from prl.models.names.decoder import Names
+
+
+class DeepseekV3(Decoder):
+    names = Names(has_more_layers=True)
+
+    @staticmethod
+    def layer(card: ModelCard, index: int) -> DecoderLayer:
+        sparse = index in card.sparse_layers
+        mlp = (
+            SparseMLP(card, index, Choice.of(card, "sigmoid"), corrected=True)
+            if sparse
+            else DenseMLP(card.hidden_size, card.intermediate_size)
+        )
+        return DecoderLayer(card, LatentAttention(card, index), mlp)
