@@ -37,6 +37,7 @@ class Case:
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
+    value_dim: int = 8
     dtype: str = "float32"
 
     @property
@@ -47,8 +48,13 @@ class Case:
 def attention_inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and the gradient of the output, for the whole row; the same everywhere."""
     generator = torch.Generator().manual_seed(case.tokens + case.q_heads)
-    heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
-    q, k, v, dout = (torch.randn(case.tokens, h, case.head_dim, generator=generator) for h in heads)
+    shapes = (
+        (case.q_heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, case.value_dim),
+        (case.q_heads, case.value_dim),
+    )
+    q, k, v, dout = (torch.randn(case.tokens, *shape, generator=generator) for shape in shapes)
     return tuple(t.to(getattr(torch, case.dtype)) for t in (q, k, v, dout))
 
 

@@ -25,6 +25,7 @@ CASES = [
     ),
     Case("ulysses", 2, (11, 5), q_heads=6, kv_heads=3),  # cp does not divide the key heads
     Case("ring", 4, (11, 5), q_heads=6, kv_heads=3),  # nor, here, any heads
+    *(Case(style, 2, (30, 9), q_heads=4, kv_heads=4, head_dim=12) for style in ("ulysses", "ring")),  # wider keys
     Case("ulysses", 4, (30, 9), q_heads=8, kv_heads=2, dtype="bfloat16"),
     Case("ring", 4, (30, 9), q_heads=8, kv_heads=2, dtype="bfloat16"),
 ]
@@ -148,10 +149,12 @@ def reference(q, k, v, dout, q_lens, k_lens, causal):
     return out.detach(), torch.cat(lses, dim=1).detach(), q.grad, k.grad, v.grad
 
 
-def random_heads(q_lens, k_lens, heads, dim, seed=0):
+def random_heads(q_lens, k_lens, heads, dim, value_dim=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    sizes = ((sum(q_lens), heads[0]), (sum(k_lens), heads[1]), (sum(k_lens), heads[1]), (sum(q_lens), heads[0]))
-    return [torch.randn(n, h, dim, generator=generator, dtype=torch.float64) for n, h in sizes]
+    wide = value_dim or dim
+    queries, keys = (sum(q_lens), heads[0]), (sum(k_lens), heads[1])
+    shapes = ((*queries, dim), (*keys, dim), (*keys, wide), (*queries, wide))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def run_kernels(q, k, v, dout, q_lens, k_lens, causal):
@@ -163,13 +166,14 @@ def run_kernels(q, k, v, dout, q_lens, k_lens, causal):
 @given(
     documents=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=6),
     heads=st.sampled_from([(4, 1), (4, 2), (4, 4), (6, 3)]),
+    value_dim=st.sampled_from([8, 5]),
     causal=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_plain_kernels_agree_with_sdpa(documents, heads, causal):
+def test_plain_kernels_agree_with_sdpa(documents, heads, value_dim, causal):
     q_lens = [n for n, _ in documents]
     k_lens = q_lens if causal else [n for _, n in documents]
-    tensors = random_heads(q_lens, k_lens, heads, 8)
+    tensors = random_heads(q_lens, k_lens, heads, 8, value_dim)
     expected = reference(*tensors, q_lens, k_lens, causal)
     for ours, theirs in zip(run_kernels(*tensors, q_lens, k_lens, causal), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
@@ -187,6 +191,7 @@ def test_plain_kernels_keep_16_bits_outside_and_compute_in_32():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize(
     ("q_lens", "k_lens", "causal"),
@@ -198,10 +203,23 @@ def test_plain_kernels_keep_16_bits_outside_and_compute_in_32():
     ],
     ids=["causal", "more keys", "fewer keys", "one query"],
 )
-def test_flash_kernels_agree_with_sdpa(heads, q_lens, k_lens, causal):
-    tensors = [t.to("cuda", torch.bfloat16) for t in random_heads(q_lens, k_lens, heads, 64)]
+def test_flash_kernels_agree_with_sdpa(dims, heads, q_lens, k_lens, causal):
+    tensors = [t.to("cuda", torch.bfloat16) for t in random_heads(q_lens, k_lens, heads, *dims)]
     expected = reference(*(t.float() for t in tensors), q_lens, k_lens, causal)
     for ours, theirs in zip(run_kernels(*tensors, q_lens, k_lens, causal), expected, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+def test_packed_attention_of_long_and_short_documents_agrees_with_sdpa(dims):
+    lengths = [300, 2500, 70, 2048]
+    tensors = [t.to("cuda", torch.bfloat16) for t in random_heads(lengths, lengths, (4, 4), *dims)]
+    expected = reference(*(t.float() for t in tensors), lengths, lengths, True)
+    q, k, v = (t.clone().requires_grad_() for t in tensors[:3])
+    out = packed_attention(lengths, q.device)(0, q, k, v)
+    out.backward(tensors[3])
+    for ours, theirs in zip((out, q.grad, k.grad, v.grad), (expected[0], *expected[2:]), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
 
 
@@ -243,7 +261,8 @@ def check(case, ranks):
 
 def case_id(case):
     documents = "+".join(map(str, case.doc_lens))
-    return f"{case.style}{case.cp}-{documents}-{case.q_heads}of{case.kv_heads}-{case.dtype}"
+    widths = f"-{case.head_dim}by{case.value_dim}" if case.value_dim != case.head_dim else ""
+    return f"{case.style}{case.cp}-{documents}-{case.q_heads}of{case.kv_heads}{widths}-{case.dtype}"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from prl.config.schema import ModelCard
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotate
 
-# attend(layer_idx, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]; q and k are already rotated
+# attend(layer_idx, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, V]) -> [N, Hq, V], V <= D; q and k are already rotated
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 QkNorm = Literal["head", "all"]  # of each head alone, or of all heads of a token together
 

@@ -6,9 +6,9 @@ of each part is computed from the merged result (arXiv:2310.01889). On CUDA in 1
 `torch.nn.attention.varlen` (FlashAttention-2, or whatever PyTorch's registry has activated), which take grouped heads
 as they are; elsewhere they are written out in float32, documents of the same length at a time.
 
-Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D] with Hkv dividing Hq; lse [Hq, Tq] float32. Document d owns query rows
-cu_q[d]:cu_q[d+1] and key rows cu_k[d]:cu_k[d+1], int32 on the same device, none empty; max_q and max_k are the longest.
-A causal document has as many queries as keys. Scores are scaled by D ** -0.5.
+Shapes: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, V] with Hkv dividing Hq and V <= D; lse [Hq, Tq] float32. Document d
+owns query rows cu_q[d]:cu_q[d+1] and key rows cu_k[d]:cu_k[d+1], int32 on the same device, none empty; max_q and max_k
+are the longest. A causal document has as many queries as keys. Scores are scaled by D ** -0.5.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """-> out [Tq, Hq, D] in q's dtype, lse [Hq, Tq]. No autograd."""
+    """-> out [Tq, Hq, V] in q's dtype, lse [Hq, Tq]. No autograd."""
     if not _runs_flash(q):
         return _plain_forward(q, k, v, cu_q, cu_k, causal)
     # for max_q = 1 the kernel takes a decoding path, whose log-sum-exp comes back in another order
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, max(max_q, 2), max_k, 0.0, causal, False
+        q, k, widened(v, q.shape[-1]), cu_q, cu_k, max(max_q, 2), max_k, 0.0, causal, False
     )
-    return out, lse
+    return narrowed(out, v.shape[-1]), lse
 
 
 def varlen_backward(
@@ -53,12 +54,13 @@ def varlen_backward(
         return _plain_backward(dout, q, k, v, out, lse, cu_q, cu_k, causal)
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
     unused = torch.empty(0, device=q.device)
+    width = q.shape[-1]
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dout.contiguous(),
+        widened(dout, width).contiguous(),
         q,
         k,
-        v,
-        out,
+        widened(v, width),
+        widened(out, width),
         lse,
         cu_q,
         cu_k,
@@ -69,11 +71,21 @@ def varlen_backward(
         rng_state,
         unused,
     )
-    return dq, dk, dv
+    return dq, dk, narrowed(dv, v.shape[-1])
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """With zeros up to `width`, for kernels that want values as wide as keys."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def narrowed(x: Tensor, width: int) -> Tensor:
+    """The first `width` numbers, in memory of their own."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 class PackedAttention(torch.autograd.Function):
-    """Causal attention of packed documents, q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D].
+    """Causal attention of packed documents, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, V] -> [N, Hq, V].
 
     Not `torch.nn.attention.varlen.varlen_attn`: in torch 2.11 it refuses grouped heads, and its backward names a window
     to the kernels even where there is none, which FlashAttention 4 refuses.
@@ -100,7 +112,7 @@ def _runs_flash(q: Tensor) -> bool:
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     compute = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = torch.empty(q.shape[1], q.shape[0], dtype=compute, device=q.device)
     for q_rows, k_rows in _equal_documents(cu_q, cu_k):
         keys, values = k[k_rows].to(compute), v[k_rows].to(compute)  # [B, Sk, Hkv, D]

@@ -9,7 +9,6 @@ so that a cache holds the latent and the shared key alone, and attention is that
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
@@ -38,8 +37,7 @@ class LatentAttention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, H] -> what `Attend` wants, with C numbers of the latent and R of the shared key in a token.
 
-        Expanded: q and k [N, Hq, D], v [N, Hq, D], of which the last D - V are zeros. Absorbed: q [N, Hq, C + R], k
-        [N, 1, C + R], v [N, 1, C].
+        Expanded: q and k [N, Hq, D], v [N, Hq, V]. Absorbed: q [N, Hq, C + R], k [N, 1, C + R], v [N, 1, C].
         """
         q, latent, shared = self.compress(x, cos, sin)
         return self.absorb(q, latent, shared) if self.absorbed else self.expand(q, latent, shared)
@@ -53,11 +51,11 @@ class LatentAttention(nn.Module):
         return q, self.kv_a_layernorm(latent), rotate_pairs(shared[:, None], cos, sin)
 
     def expand(self, q: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of every head; `Attend` scales by D ** -0.5, and wants values as wide as keys."""
+        """Keys and values of every head; `Attend` scales by D ** -0.5."""
         parts = self.kv_b_proj(latent).view(len(latent), -1, self.nope + self.value_dim)
         k, v = parts.split([self.nope, self.value_dim], dim=-1)
         k = torch.cat([k, shared.expand(-1, k.shape[1], -1)], dim=-1)
-        return (q if self.scale == 1.0 else q * self.scale), k, F.pad(v, (0, self.head_dim - self.value_dim))
+        return (q if self.scale == 1.0 else q * self.scale), k, v
 
     def absorb(self, q: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the latent; `Attend` scales by (C + R) ** -0.5."""
@@ -67,10 +65,10 @@ class LatentAttention(nn.Module):
         return q * scale, torch.cat([latent[:, None], shared], dim=-1), latent[:, None]
 
     def output(self, attended: Tensor) -> Tensor:
-        """attended [N, Hq, D], absorbed [N, Hq, C] -> [N, H]."""
+        """attended [N, Hq, V], absorbed [N, Hq, C] -> [N, H]."""
         if self.absorbed:
             attended = torch.einsum("nhc,hvc->nhv", attended, self.of_heads()[1])
-        return self.o_proj(attended[..., : self.value_dim].flatten(1))
+        return self.o_proj(attended.flatten(1))
 
     def of_heads(self) -> tuple[Tensor, Tensor]:
         """The matrices that make keys [Hq, D - R, C] and values [Hq, V, C] of the latent."""

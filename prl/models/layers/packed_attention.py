@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from prl.config.errors import UserError
 from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4
 from prl.models.layers.attention import Attend
-from prl.models.layers.attention_kernels import PackedAttention
+from prl.models.layers.attention_kernels import PackedAttention, widened
 
 AttentionImpl = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -160,10 +160,11 @@ def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
+        values = widened(v, q.shape[-1])  # of different widths, only a kernel of quadratic memory takes them
         for index in gathers:
-            qc, kc, vc = (t[index].transpose(1, 2) for t in (q, k, v))  # [B, H, S, D]
+            qc, kc, vc = (t[index].transpose(1, 2) for t in (q, k, values))  # [B, H, S, D]
             out = F.scaled_dot_product_attention(qc, kc, vc, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-            outs.append(out.transpose(1, 2).flatten(0, 1))
+            outs.append(out[..., : v.shape[-1]].transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[unpad] if len(outs) > 1 else outs[0][unpad]
 
     return attend

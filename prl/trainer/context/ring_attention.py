@@ -119,12 +119,13 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         dq, dkv = _ring_backward(dout, q, k, v, out, lse, ctx.layout, ctx.context)
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None, None
+        dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _ring_forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, context: ContextGroup) -> tuple[Tensor, Tensor]:
-    """-> out [n, Hq, D] in q's dtype, lse [Hq, n]. Two buffers of keys and values exist: one in use, one arriving."""
-    kv = torch.stack((k, v))
+    """-> out [n, Hq, V] in q's dtype, lse [Hq, n]. Two buffers of keys and values exist: one in use, one arriving."""
+    kv = torch.cat((k, v), dim=-1)
     for step in range(context.size):
         passing = pass_on(kv, context, KV_TAG) if step + 1 < context.size else None
         block = block_of((context.rank - step) % context.size, layout, context)
@@ -139,8 +140,14 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, context: Cont
 
 
 def _block_forward(q: Tensor, kv: Tensor, block: Block, layout: Layout) -> tuple[Tensor, Tensor]:
-    k, v = (_pick(x, block.keys) for x in kv)
+    k, v = _keys_and_values(q, kv, block)
     return varlen_forward(_pick(q, block.queries), k, v, *_bounds(block, layout))
+
+
+def _keys_and_values(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """q [n, Hq, D], kv [n, Hkv, D + V] -> the block's k [m, Hkv, D], v [m, Hkv, V]."""
+    k, v = _pick(kv, block.keys).tensor_split([q.shape[-1]], dim=-1)
+    return k, v
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
@@ -162,12 +169,12 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tenso
 def _ring_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, context: ContextGroup
 ) -> tuple[Tensor, Tensor]:
-    """-> dq [n, Hq, D], dkv [2, n, Hkv, D], in float32 (or wider).
+    """-> dq [n, Hq, D], dkv [n, Hkv, D + V], in float32 (or wider).
 
     The gradient of a rank's keys follows them one step behind, collecting each rank's share, and takes one step more
     to come home.
     """
-    kv = torch.stack((k, v))
+    kv = torch.cat((k, v), dim=-1)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
     homeward: Passing | None = None
@@ -190,13 +197,14 @@ def _block_backward(
     dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, block: Block, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, grad, result = (_pick(x, block.queries) for x in (q, dout, out))
-    k, v = (_pick(x, block.keys) for x in kv)
+    k, v = _keys_and_values(q, kv, block)
     return varlen_backward(grad, queries, k, v, result, _pick(lse, block.queries, dim=1), *_bounds(block, layout))
 
 
 def _collect(dq: Tensor, dkv: Tensor, shares: tuple[Tensor, Tensor, Tensor], block: Block) -> None:
     rows = (block.queries, block.keys, block.keys)
-    for total, share, picked in zip((dq, *dkv), shares, rows, strict=True):
+    totals = (dq, *dkv.split([share.shape[-1] for share in shares[1:]], dim=-1))
+    for total, share, picked in zip(totals, shares, rows, strict=True):
         if picked is None:
             total.add_(share)
         else:

@@ -36,16 +36,18 @@ def ulysses_attention(
     attend_row = packed_attention([*doc_lens[:-1], doc_lens[-1] + padding], device, impl)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cp, (n, heads, dim) = context.size, q.shape
+        cp, (n, heads, _) = context.size, q.shape
         repeats = cp // math.gcd(cp, k.shape[1])
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        # the heads of rank i, [n, h, D], are parts[i]
-        parts = torch.cat([t.view(n, cp, -1, dim).transpose(0, 1) for t in (q, k, v)], dim=2)
-        row = exchange(parts, context).flatten(0, 1)  # [cp * n, h, D]: rank i sent tokens i * n onwards
-        q, k, v = row.split([t.shape[1] // cp for t in (q, k, v)], dim=1)
+        # the heads of rank i, [n, h * D] of q, k and v side by side, are parts[i]
+        shares = [t.reshape(n, cp, -1) for t in (q, k, v)]
+        parts = torch.cat([share.transpose(0, 1) for share in shares], dim=2)
+        row = exchange(parts, context).flatten(0, 1)  # [cp * n, h * D]: rank i sent tokens i * n onwards
+        columns = row.split([share.shape[2] for share in shares], dim=1)
+        q, k, v = (part.unflatten(1, (-1, t.shape[2])) for part, t in zip(columns, (q, k, v), strict=True))
         out = attend_row(layer_idx, q, k, v)
-        back = exchange(out.view(cp, n, -1, dim), context)  # [cp, n, Hq / cp, D]: rank i sent its heads
-        return back.transpose(0, 1).reshape(n, heads, dim)
+        back = exchange(out.view(cp, n, -1, out.shape[2]), context)  # [cp, n, Hq / cp, V]: rank i sent its heads
+        return back.transpose(0, 1).reshape(n, heads, -1)
 
     return attend
