@@ -36,6 +36,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.card.routed_scaling_factor": ("rl", ("model=tiny_glm4_moe",)),
     "model.card.n_group": ("rl", ("model=tiny_glm4_moe",)),
     "model.card.topk_group": ("rl", ("model=tiny_glm4_moe", "model.card.n_group=4", "model.card.topk_group=2")),
+    "model.card.router_dtype": ("rl", ("model.dtype=bfloat16",)),
     "model.card.partial_rotary_factor": ("rl", ("model=tiny_glm4_moe",)),
     **{f"model.card.{key}": ("rl", ("model=tiny_deepseek_v3",)) for key in LATENT},
     "model.card.cp_styles": ("rl", ("parallelism=cp2",)),

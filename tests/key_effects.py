@@ -76,6 +76,7 @@ def logits_of(config: RunConfig) -> list[float]:
     card = config.model.card
     model = build_decoder(card)
     model.init_weights(torch.Generator().manual_seed(config.model.init_seed), 0.1)
+    model.to(getattr(torch, config.model.dtype))
     ids = torch.arange(12) % card.vocab_size
     with torch.no_grad():
         return (

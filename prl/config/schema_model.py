@@ -69,6 +69,7 @@ class ModelCard(Group):
     routed_scaling_factor: PositiveFloat = 1.0  # of the mixing weights
     n_group: Positive = 1  # of experts; a token goes to those of its best topk_group groups alone
     topk_group: Positive = 1
+    router_dtype: Literal["float32", "model"] = "float32"  # of routers' logits; model: rounded to the model's dtype
     vocab_size: Positive
     max_position_embeddings: Positive = 4096
     rope_theta: PositiveFloat = 10000.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prl.config.schema import ModelCard
@@ -64,10 +65,34 @@ class Choice:
         )
 
 
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, H], weight [E, H] -> logits [N, E] in float32 or wider: a product in 16 bits sums in 32 anyway, and is not
+    rounded to 16 afterwards.
+    """
+    return F.linear(x, weight) if x.dtype in (torch.float32, torch.float64) else _WideProduct.apply(x, weight)
+
+
+class _WideProduct(torch.autograd.Function):
+    """The gradients' products are of x's dtype, as those of any linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        return grad @ weight, grad.t() @ x
+
+
 def route(
     logits: Tensor, choice: Choice, replayed: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Router logits [N, E] -> mixing weights [N, K] in the logits' dtype, expert indices [N, K] int64.
+    """Router logits [N, E] -> mixing weights [N, K] float32, expert indices [N, K] int64.
 
     `bias` [E] float32 is added to the scores for the choice alone (arXiv:2408.15664); the mixing weights know nothing
     of it. `replayed` [N, K] is a choice already made.
@@ -83,7 +108,7 @@ def route(
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     if choice.scale != 1.0:
         weights = weights * choice.scale
-    return weights.to(logits.dtype), replayed
+    return weights, replayed
 
 
 def best_groups(wanted: Tensor, choice: Choice) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
 from prl.models.experts.load import ExpertLoad
-from prl.models.experts.routing import Choice, RoutingRecorder, route
+from prl.models.experts.routing import Choice, RoutingRecorder, route, router_logits
 from prl.models.experts.stacked import Experts
 
 
@@ -37,6 +37,7 @@ class SparseMLP(nn.Module):
     def __init__(self, card: ModelCard, layer_idx: int, choice: Choice, corrected: bool = False) -> None:
         super().__init__()
         self.layer_idx, self.choice, self.corrected = layer_idx, choice, corrected
+        self.exact_logits = card.router_dtype == "float32"
         self.gate = nn.Linear(card.hidden_size, card.num_experts, bias=False)
         self.experts = Experts(card.num_experts, card.hidden_size, card.moe_intermediate_size)
         self.shared_experts = (
@@ -60,4 +61,6 @@ class SparseMLP(nn.Module):
 
     def route(self, x: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [N, H] -> mixing weights [N, K], experts [N, K]."""
-        return route(self.gate(x), self.choice, replayed, self.router_bias)
+        logits = router_logits(x, self.gate.weight) if self.exact_logits else self.gate(x)
+        weights, experts = route(logits, self.choice, replayed, self.router_bias)
+        return weights.to(x.dtype), experts
