@@ -84,6 +84,7 @@ def test_transformers_sees_the_same_tokens(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fp8_with_experts_over_two_ranks(tmp_path):
     result = bench(tmp_path, "bench.doc_len=64", "parallelism=ep2", "memory_recipe.ac.mode=full", "model.fp8=emulated")
     check_training(result, tokens_per_step=128, ranks=2)

@@ -20,12 +20,12 @@ OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations:
 DENSE = {
     "fsdp": ("fsdp", []),
     "hsdp2 selective": ("hsdp2", ["memory=selective", OFFLOAD]),
-    "cp2": ("cp2", ["memory=tight"]),
-    "cp2_ring": ("cp2_ring", ["memory_recipe.compile=true"]),
+    "cp2": ("cp2", ["memory=tight", "memory_recipe.compile=true"]),  # compiled in two ranks: seconds of CPU each
+    "cp2_ring": ("cp2_ring", []),
     "lora": ("cp2", ["memory=lora", "memory_recipe.lora.targets=[q_proj,up_proj]", "memory_recipe.lora.alpha=32"]),
 }
 SPARSE = DENSE | {
-    "ep2": ("ep2", ["memory=selective", "memory_recipe.compile=true"]),
+    "ep2": ("ep2", ["memory=selective"]),
     "ep2_cp2": ("ep2_cp2", ["memory=tight", *FOUR]),
     "lora": ("ep2_cp2", [*LORA, *FOUR]),
 }

@@ -145,7 +145,7 @@ def in_a_job(tmp_path: Path, node: int) -> dict[str, str]:
     return environment() | job | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_points_inside_a_job_of_the_users_own_are_not_that_job(tmp_path, node):
     lines = ["hydra.launcher.parallel_points=1", "seed=1,2", f"max_steps={2 if node else 4000}"]
     with started(tmp_path, *lines, env=in_a_job(tmp_path, node)) as process:

@@ -22,6 +22,9 @@ LAYOUTS = {
     "two nodes in rehearsal": ["deployment=multi_node", "deployment.gpus_per_node=1", "deployment.device=cpu"],
 }
 
+REST = {"colocated", "router"}
+EXHAUSTIVE = pytest.mark.exhaustive
+
 RANKS = (  # of one engine of vLLM, which meet each other
     ["inference.tp=2", "deployment.num_infer_gpus=2"],
     ["inference.dp=2", "deployment.num_infer_gpus=2", "model=tiny_qwen3"],
@@ -75,7 +78,7 @@ def watched(overrides: list[str], where: Path, steps: int = 2) -> dict[str, set[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=EXHAUSTIVE if x in REST else ()) for x in LAYOUTS])
 def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path: Path, layout: str) -> None:
     seen = watched(LAYOUTS[layout], tmp_path)
     assert any("trainer/0" in name for name in seen["127.0.0.1"]), "what is looked for would be seen"
