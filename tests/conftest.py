@@ -7,8 +7,10 @@ from slurm_cluster import no_job_is_left, short_path, slurm
 
 __all__ = ["no_job_is_left", "short_path", "slurm"]
 
-settings.register_profile("without limits of time", deadline=None)  # the machine may have other work
-settings.load_profile("without limits of time")
+# the machine may have other work; and cases that nobody has seen are for who looks for them (--hypothesis-profile=new)
+settings.register_profile("new", deadline=None)
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks how many processes there shall be

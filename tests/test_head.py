@@ -40,14 +40,18 @@ def test_chunks_equal_the_whole(chunk, temperature):
     seed=st.integers(0, 1000),
 )
 @example(tokens=32, share=1.0, vocab=42, chunk=1, entropy_coef=0.0, seed=638)
+@example(tokens=22, share=1.0, vocab=2, chunk=1, entropy_coef=0.5, seed=23)
 @settings(max_examples=60, deadline=None)
 def test_any_sizes(tokens, share, vocab, chunk, entropy_coef, seed):
-    """Entropies apart: one near zero is a difference of numbers as large as logits, off by their rounding (2.3e-5)."""
+    """Entropies apart, and gradients that they are part of: one near zero is a difference of numbers as large as
+    logits, off by their rounding (2.3e-5).
+    """
     sizes = {"tokens": tokens, "picked": int(share * tokens), "vocab": vocab, "seed": seed}
     (logp, entropy, *grads), (whole_logp, whole_entropy, *whole_grads) = (
         run(size, entropy_coef=entropy_coef, **sizes) for size in (chunk, "disabled")
     )
-    assert_alike([logp, *grads], [whole_logp, *whole_grads])
+    assert_alike([logp], [whole_logp])
+    assert_alike(grads, whole_grads, tolerance=4e-5 if entropy_coef else 2e-5)
     assert_alike([entropy], [whole_entropy], tolerance=4e-5)
 
 

@@ -16,6 +16,12 @@ from prl.models.layers.decoder import Decoder, DecoderLayer
 from prl.models.layers.mlp import SparseMLP
 
 
+# Of one function for all layers, shapes and grad modes. Beyond its limit (8 by default) dynamo runs a function as it
+# is, silently slower; and where that happens between a layer's forward and its repetition for backward
+# (memory/recompute.py), the two save different tensors.
+RECOMPILE_LIMIT = 64
+
+
 class CompileClock:
     """Wall seconds that torch.compile has taken in this process: on first use, and for shapes that it has not seen."""
 
@@ -40,6 +46,7 @@ def apply_compile(model: Decoder, enabled: bool) -> None:
     """Replace methods of each layer by compiled ones; before activation checkpointing wraps them."""
     if not enabled:
         return
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
         layer.project = torch.compile(layer.project)  # type: ignore[method-assign]

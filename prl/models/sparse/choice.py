@@ -1,0 +1,55 @@
+"""Which keys a query attends to: the best by the indexer's scores (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
+
+    I[t, s] = sum over index heads h of w[t, h] * relu(q[t, h] . k[s])
+
+Every query has its own stretch of keys, [low, high): the document's beginning and one behind its own position, or a
+sequence's place in a cache. The result lists keys in the order of their places; of equal scores the earlier key wins.
+No gradient passes through the choice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCORES_BYTES = 256 << 20  # of one block of scores, float32: queries are taken in blocks, so that none is quadratic
+
+
+@torch.no_grad()
+def choose_keys(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
+    """q [N, J, D], weights [N, J], k [S, D], low and high [N] -> [N, count] int32: rows of k, then -1.
+
+    Raises ValueError for a query that may see no key.
+    """
+    low, high = low.to(torch.int32), high.to(torch.int32)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        from prl.models.sparse.choice_kernels import choose
+
+        return choose(q, weights.float(), k, low, high, count, SCORES_BYTES)
+    return _choose_plainly(q, weights, k, low, high, count)
+
+
+def _choose_plainly(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
+    chosen = torch.full((len(q), count), -1, dtype=torch.int32, device=q.device)
+    if not len(q):
+        return chosen
+    lengths = high - low
+    if int(lengths.min()) < 1:
+        raise ValueError("a query sees no key")
+    longest = int(lengths.max())
+    columns = torch.arange(longest, device=q.device)
+    if longest <= count:
+        chosen[:, :longest] = torch.where(columns < lengths[:, None], low[:, None] + columns, -1)
+        return chosen
+    wide = torch.promote_types(q.dtype, torch.float32)
+    size = max(1, SCORES_BYTES // 8 // (longest * (k.shape[1] + q.shape[1]) * wide.itemsize))
+    for first in range(0, len(q), size):
+        part = slice(first, first + size)
+        seen = columns < lengths[part, None]  # [B, L]
+        places = (low[part, None] + columns).clamp(max=len(k) - 1)
+        scores = (q[part].to(wide) @ k[places].to(wide).transpose(1, 2)).relu_()  # [B, J, L]
+        scores = (weights[part, None].to(wide) @ scores).squeeze(1).masked_fill_(~seen, float("-inf"))
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        best = best.where(best < lengths[part, None], longest).sort(dim=-1).values  # what nobody may see comes last
+        chosen[part] = torch.where(best < longest, low[part, None] + best, -1).to(torch.int32)
+    return chosen

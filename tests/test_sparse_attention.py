@@ -1,0 +1,139 @@
+"""Attention of each query to keys of its own choice, and the choice: against dense attention and plain sorting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prl.models.sparse import attention, choice
+from prl.models.sparse.attention import sparse_attention
+from prl.models.sparse.choice import choose_keys
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+VALUES, TURNED, SCALE = 16, 4, 0.3
+
+
+def dense(q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> Tensor:
+    """With a mask [N, S] and autograd."""
+    mask = torch.zeros(len(q), len(latents) + 1, dtype=torch.bool, device=q.device)
+    mask.scatter_(1, chosen.long().where(chosen >= 0, len(latents)), True)
+    scores = torch.einsum("nhw,sw->nhs", q, latents) * scale
+    probs = scores.masked_fill(~mask[:, None, :-1], float("-inf")).softmax(-1)
+    return torch.einsum("nhs,sc->nhc", probs, latents[:, :values])
+
+
+def random_case(
+    queries: int, heads: int, rows: int, count: int, values: int = VALUES, turned: int = TURNED
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, latents, the gradient of the output, and choices of which some are shorter."""
+    generator = torch.Generator().manual_seed(queries + rows)
+    q, latents, dout = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((queries, heads, values + turned), (rows, values + turned), (queries, heads, values))
+    )
+    chosen = torch.stack([torch.randperm(rows, generator=generator)[:count] for _ in range(queries)]).int()
+    lengths = torch.randint(1, count + 1, (queries, 1), generator=generator)
+    chosen = chosen.where(torch.arange(count) < lengths, -1)
+    return q, latents, dout, chosen[:, torch.randperm(count, generator=generator)]  # none may stand anywhere
+
+
+def results(attend: Any, q: Tensor, latents: Tensor, dout: Tensor, chosen: Tensor, values: int) -> list[Tensor]:
+    q, latents = (t.detach().clone().requires_grad_() for t in (q, latents))
+    out = attend(q, latents, chosen, values, SCALE)
+    return [out.detach(), *torch.autograd.grad(out, (q, latents), dout)]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 5_000, 1 << 26])
+@pytest.mark.parametrize("sizes", [(7, 3, 20, 6), (40, 2, 12, 12), (1, 4, 1, 1)], ids=str)
+def test_it_is_dense_attention_under_a_mask(
+    sizes: tuple[int, int, int, int], block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK_BYTES", block_bytes)
+    q, latents, dout, chosen = random_case(*sizes)
+    for ours, theirs in zip(
+        results(sparse_attention, q, latents, dout, chosen, VALUES),
+        results(dense, q, latents, dout, chosen, VALUES),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def sorted_choice(scores: Tensor, low: Tensor, high: Tensor, count: int) -> list[list[int]]:
+    """Of every query: the `count` best keys of its stretch, of equal ones the earlier, in the order of their places."""
+    found = []
+    for row, begin, end in zip(scores.tolist(), low.tolist(), high.tolist(), strict=True):
+        best = sorted(range(begin, end), key=lambda key: (-row[key], key))[:count]
+        found.append(sorted(best) + [-1] * (count - len(best)))
+    return found
+
+
+@given(
+    stretches=st.lists(st.tuples(st.integers(0, 29), st.integers(1, 30)), min_size=1, max_size=8),
+    count=st.integers(1, 12),
+    heads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    scores_bytes=st.sampled_from([1, 50_000, 1 << 28]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_choice_is_that_of_sorting_ties_included(
+    stretches: list[tuple[int, int]], count: int, heads: int, seed: int, scores_bytes: int
+) -> None:
+    """Small whole numbers: sums are exact, and many scores are equal, zero above all."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(-2, 3, (len(stretches), heads, 3), generator=generator).float()
+    weights = torch.randint(-2, 3, (len(stretches), heads), generator=generator).float()
+    k = torch.randint(-2, 3, (30, 3), generator=generator).float()
+    low = torch.tensor([begin for begin, _ in stretches])
+    high = torch.tensor([min(begin + length, 30) for begin, length in stretches])
+    scores = (weights[..., None] * (q @ k.t()).relu()).sum(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "SCORES_BYTES", scores_bytes)
+        chosen = choose_keys(q, weights, k, low, high, count)
+    assert chosen.dtype == torch.int32
+    assert chosen.tolist() == sorted_choice(scores, low, high, count)
+
+
+def test_a_query_without_keys_is_refused() -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="sees no key"):
+        choose_keys(torch.ones(1, 1, 2), torch.ones(1, 1), torch.ones(3, 2), one, one, 2)
+
+
+@GPU
+@pytest.mark.parametrize("exactly", [False, True], ids=["atomic", "deterministic"])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("sizes", [(512, 64), (32, 16)], ids=str)
+def test_kernels_agree_with_dense_attention(sizes: tuple[int, int], heads: int, exactly: bool) -> None:
+    values, turned = sizes
+    q, latents, dout, chosen = (t.to("cuda") for t in random_case(70, heads, 500, 150, values, turned))
+    q, latents, dout = (t.to(torch.bfloat16) for t in (q * 0.2, latents, dout))
+    wide = [t.float() for t in (q, latents, dout)]
+    torch.use_deterministic_algorithms(exactly)
+    try:
+        ours = results(sparse_attention, q, latents, dout, chosen, values)
+        again = results(sparse_attention, q, latents, dout, chosen, values)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other, theirs in zip(ours, again, results(dense, *wide, chosen, values), strict=True):
+        assert (one.float() - theirs).norm() < 1e-2 * theirs.norm()
+        assert not exactly or torch.equal(one, other)
+
+
+@GPU
+@pytest.mark.parametrize("count", [16, 300])
+def test_the_kernels_choice_is_that_of_sorting(count: int) -> None:
+    """Numbers whose products and sums bfloat16 and float32 hold exactly, with ties."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-3, 4, (700, 32, 64), generator=generator).bfloat16()
+    weights = torch.randint(-3, 4, (700, 32), generator=generator).float()
+    k = torch.randint(-3, 4, (700, 64), generator=generator).bfloat16()
+    low = torch.tensor([0] * 300 + [300] * 400)
+    high = torch.arange(1, 701)
+    scores = (weights[..., None] * (q.float() @ k.float().t()).relu()).sum(1)
+    chosen = choose_keys(*(t.cuda() for t in (q, weights, k, low, high)), count)
+    assert chosen.tolist() == sorted_choice(scores, low, high, count)
