@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prl.bench import sparse as bench
 from prl.models.sparse import attention, choice
 from prl.models.sparse.attention import sparse_attention
 from prl.models.sparse.choice import choose_keys
@@ -137,3 +138,14 @@ def test_the_kernels_choice_is_that_of_sorting(count: int) -> None:
     scores = (weights[..., None] * (q.float() @ k.float().t()).relu()).sum(1)
     chosen = choose_keys(*(t.cuda() for t in (q, weights, k, low, high)), count)
     assert chosen.tolist() == sorted_choice(scores, low, high, count)
+
+
+def test_the_measurement_prints_a_row_for_each_length(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sparse", "40", "80"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    bench.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["40", "80"]
+    assert all(float(figure) > 0 for row in rows for figure in row[1:6])

@@ -15,7 +15,6 @@ import torch
 from prl.models.layers.decoder import Decoder, DecoderLayer
 from prl.models.layers.mlp import SparseMLP
 
-
 # Of one function for all layers, shapes and grad modes. Beyond its limit (8 by default) dynamo runs a function as it
 # is, silently slower; and where that happens between a layer's forward and its repetition for backward
 # (memory/recompute.py), the two save different tensors.
