@@ -8,7 +8,7 @@ from trainer_ranks import Job, run_job, run_ranks
 
 from prl.models.checkpoints.writing import hf_tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trainer_world")]  # one launch of ranks for all
+pytestmark = pytest.mark.slow
 
 OPTIMIZERS = {
     "adamw": {"type": "adamw", "lr": 0.01, "weight_decay": 0.1},
