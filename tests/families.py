@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ LATENT = {**EXPERTS, "intermediate_size": 48, "mlp_only_layers": (0,), "n_shared
 DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
                  "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 
+HYBRID: dict[str, Any] = {**EXPERTS, "intermediate_size": 48, "n_shared_experts": 1, "use_qk_norm": False,
+          "partial_rotary_factor": 0.0, "routed_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 40,
+          "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_n_groups": 4, "ssm_state_size": 16,
+          "conv_kernel": 4, "rms_norm_eps": 1e-5}  # fmt: skip
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card has besides BASE
     "qwen3": ("qwen3", {"intermediate_size": 48}),
     "qwen3 yarn": ("qwen3", {"intermediate_size": 48, "rope_scaling": YARN}),
@@ -56,6 +61,17 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card 
         "deepseek_v3", {**LATENT, "q_lora_rank": 0, "attention_bias": True, "mlp_only_layers": (0, 1)}
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, "v_head_dim": 12, "mlp_only_layers": (0,)}),
+    "nemotron_h": (
+        "nemotron_h", {**HYBRID, "num_hidden_layers": 6, "hybrid_override_pattern": "ME*-ME", "moe_latent_size": 24}
+    ),
+    "nemotron_h without latents, in groups": (
+        "nemotron_h", {**HYBRID, "hybrid_override_pattern": "*EM", "n_group": 4, "topk_group": 2, "mamba_n_groups": 1}
+    ),
+    "nemotron_h without experts": (
+        "nemotron_h",
+        {**HYBRID, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-", "num_experts": 0,
+         "num_experts_per_tok": 0, "moe_intermediate_size": 0, "moe_shared_expert_intermediate_size": 0},
+    ),
 }  # fmt: skip
 
 
@@ -70,7 +86,11 @@ def reference(path: Path) -> Any:
     """transformers' model of the checkpoint at `path`, in float32."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager").eval()
+    lm = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager").eval()
+    for module in lm.modules():
+        if hasattr(module, "time_step_limit"):  # transformers 5.23 takes the least step of the initialisation for a limit
+            module.time_step_limit = (0.0, math.inf)  # as engines have it, and config.json
+    return lm
 
 
 def reference_logits(lm: Any, documents: list[Tensor]) -> Tensor:

@@ -99,7 +99,7 @@ def test_experts_are_the_weighted_sum_of_their_mlps():
         for weight, e in zip(weights[n], chosen[n], strict=True):
             gate, up = (experts.gate_up_proj[e] @ x[n]).chunk(2)
             wanted[n] += weight * (experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up))
-    torch.testing.assert_close(LocalDispatch()(x, weights, chosen, EXPERTS, experts.grouped_swiglu), wanted)
+    torch.testing.assert_close(LocalDispatch()(x, weights, chosen, EXPERTS, experts.grouped_mlp), wanted)
 
 
 # --- in two processes -------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_model, load_weights
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.families.build import DECODERS, build_decoder
-from prl.models.layers.packed_attention import packed_attention
+from prl.models.layers.documents import attend_documents
+from prl.models.names.decoder import single_mixers
 from prl.planning.model_size import parameter_count
 
 CPU = torch.device("cpu")
@@ -46,11 +47,11 @@ def family(request, tmp_path_factory):
 def logits_of(model):
     ids = torch.cat(DOCUMENTS)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return model.logits(model(ids, positions, packed_attention(list(LENGTHS), CPU)))
+    return model.logits(model(ids, positions, attend_documents(model.card, list(LENGTHS), CPU)))
 
 
 def test_logits_and_gradients_are_those_of_transformers(family):
-    _, model, path = family
+    card, model, path = family
     lm = reference(path)
     targets = torch.cat(DOCUMENTS).roll(-1)
     ours, theirs = logits_of(model), reference_logits(lm, DOCUMENTS)
@@ -61,8 +62,9 @@ def test_logits_and_gradients_are_those_of_transformers(family):
     grads = {name: param.grad for name, param in lm.named_parameters()}
     for name, param in model.named_parameters():
         theirs_of = grads.get(name if name == "lm_head.weight" else f"model.{name}")
-        if theirs_of is None:  # called otherwise there: MiniMax's expert blocks
-            theirs_of = grads[f"model.{name}".replace(".mlp.", ".block_sparse_moe.")]
+        if theirs_of is None:  # called otherwise there: MiniMax's expert blocks, Nemotron's mixers
+            renamed = single_mixers(name) if card.hybrid_override_pattern else name
+            theirs_of = grads[f"model.{renamed}".replace(".mlp.", ".block_sparse_moe.")]
         torch.testing.assert_close(
             param.grad, theirs_of, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -84,7 +86,7 @@ def test_the_built_in_engine_says_what_the_model_says(family):
         for s in sequences:
             ids = torch.tensor(s.token_ids)
             with torch.no_grad():
-                logits = model.logits(model(ids, torch.arange(len(ids)), packed_attention([len(ids)], CPU)))
+                logits = model.logits(model(ids, torch.arange(len(ids)), attend_documents(card, [len(ids)], CPU)))
             said = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[s.num_prompt - 1 :, 0]
             torch.testing.assert_close(torch.tensor(s.logprobs), said, rtol=1e-5, atol=1e-5)
         prompts = [[*s.token_ids, 7, 8, 9] for s in sequences[::2]]

@@ -233,7 +233,7 @@ def test_experts_of_sorted_rows(counts):
     idle = [expert for expert, count in enumerate(counts) if count == 0]
     pair = pair_of_experts(len(counts), 160, 96)
     x, scale = torch.randn(total, 160), torch.rand(total) + 0.5
-    compare_experts(lambda experts, x, scale: experts.grouped_swiglu(x, sizes, scale), pair, x, scale, idle)
+    compare_experts(lambda experts, x, scale: experts.grouped_mlp(x, sizes, scale), pair, x, scale, idle)
 
 
 @pytest.mark.parametrize("tokens", [1, 200])

@@ -258,7 +258,7 @@ def test_experts_without_tokens_get_a_zero_gradient():
     model = lora_model("moe")
     experts = model.layers[0].mlp.experts
     x, weights = torch.randn(N, 32), torch.ones(N, 1)
-    y = LocalDispatch()(x, weights, torch.zeros(N, 1, dtype=torch.int64), 4, experts.grouped_swiglu)
+    y = LocalDispatch()(x, weights, torch.zeros(N, 1, dtype=torch.int64), 4, experts.grouped_mlp)
     y.sum().backward()
     grad = experts.gate_up_lora_b.grad
     assert grad[0].abs().sum() > 0

@@ -162,7 +162,7 @@ def measure_experts(count: int, card: ModelCard, tokens: int, place: dict[str, A
 def run_experts(module: Experts, gate_up: Tensor, down: Tensor, *args: Tensor) -> Tensor:
     """A module's forward with these weights, its activation compiled as in training."""
     if gate_up.is_cuda:
-        module.activate = compiled_activation  # type: ignore[method-assign]
+        module.activate = compiled_activation  # type: ignore[method-assign, assignment]
     return torch.func.functional_call(module, {"gate_up_proj": gate_up, "down_proj": down}, args)
 
 

@@ -26,6 +26,8 @@ OTHER_NAMES = {  # a fact -> further names that checkpoints have for it
     "num_experts": ("n_routed_experts", "num_local_experts"),
     "num_key_value_heads": ("num_attention_heads",),
     "rms_norm_eps": ("layer_norm_epsilon",),
+    "mamba_n_groups": ("mamba_n_groups",),
+    "conv_kernel": ("mamba_d_conv",),
 }
 
 
@@ -50,6 +52,8 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
     if family.is_latent:
         del config["head_dim"]  # of the part that turns, to transformers
         config["q_lora_rank"] = card.q_lora_rank or None
+    if family.is_hybrid:
+        config["moe_latent_size"] = card.moe_latent_size or None
     if family.lists_layers:
         kinds = ["sparse" if i in card.sparse_layers else "dense" for i in range(card.num_hidden_layers)]
         config["mlp_layer_types"] = kinds
@@ -81,6 +85,8 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         facts["head_dim"] = facts["qk_nope_head_dim"] + facts["qk_rope_head_dim"]
         if config.get("q_lora_rank", 0) is None:
             facts["q_lora_rank"] = 0
+    if family.is_hybrid:
+        facts |= _pattern(config, facts["hybrid_override_pattern"])
     if "head_dim" not in facts and {"hidden_size", "num_attention_heads"} <= facts.keys():
         facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
     if family.lists_layers and config.get("mlp_layer_types"):
@@ -91,6 +97,16 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     elif "mlp_only_layers" in facts:
         facts["mlp_only_layers"] = tuple(facts["mlp_only_layers"])
     return facts | _rotary_facts(config, facts, family)
+
+
+LETTERS = {"mamba": "M", "linear_attention": "M", "moe": "E", "attention": "*", "full_attention": "*", "mlp": "-"}
+
+
+def _pattern(config: Mapping[str, Any], silent: str) -> dict[str, Any]:
+    """What layers do, and so how many there are, which is what transformers goes by, too."""
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    pattern = "".join(LETTERS[kind] for kind in kinds) if kinds else config.get("hybrid_override_pattern") or silent
+    return {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
 
 
 def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,23 @@ from prl.config.schema_model import CpStyle, FamilyName
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "norm_topk_prob")
 DEEPSEEK_ROUTER = (*EXPERTS, "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
+HYBRID = (
+    "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_n_groups", "ssm_state_size", "conv_kernel",
+)  # fmt: skip
+OWN_EXPERTS = ("moe_latent_size", "moe_shared_expert_intermediate_size")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GATED_DENSE, GATED_EXPERTS = ("norm", "act", "attn_proj", "mlp"), ("norm", "act", "attn_proj", "moe")
 
-OPTIONAL = (*DEEPSEEK_ROUTER, *LATENT, "attention_bias", "use_qk_norm", "rope_scaling", "partial_rotary_factor")
+OPTIONAL = (
+    *DEEPSEEK_ROUTER,
+    *LATENT,
+    *HYBRID,
+    *OWN_EXPERTS,
+    "attention_bias",
+    "use_qk_norm",
+    "rope_scaling",
+    "partial_rotary_factor",
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class Family:
     qk_norm: Literal["none", "head", "all"] = "head"  # where the card has norms of queries and keys
     output_bias: bool = False  # attention_bias is of o_proj, too
     corrected: bool = False  # checkpoints have a correction of the router's choice
+    gated: bool = True  # MLPs and experts are of three matrices (SwiGLU), not of two
     cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
     ac_targets: tuple[str, ...] = GATED_DENSE
 
@@ -47,12 +61,18 @@ class Family:
         return "kv_lora_rank" in self.has
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether its layers do one thing each: state space, attention, experts or an MLP."""
+        return "hybrid_override_pattern" in self.has
+
+    @property
     def has_experts(self) -> bool:
         return "num_experts" in self.has
 
 
 SILU = {"hidden_act": ("silu",)}
 NO_WINDOW = {"use_sliding_window": (False, None)}
+NO_LIMIT = ([0.0, float("inf")], (0.0, float("inf")), [0.0, {"__float__": "Infinity"}])  # as JSON has it, or not
 SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 
 FAMILIES: Mapping[str, Family] = {
@@ -155,6 +175,63 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="none",
         output_bias=True,
         corrected=True,
+        ac_targets=GATED_EXPERTS,
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        has=(
+            *(key for key in DEEPSEEK_ROUTER if key not in ("mlp_only_layers", "n_shared_experts")),
+            *OWN_EXPERTS,
+            *HYBRID,
+        ),
+        always={"use_qk_norm": False, "n_shared_experts": 1, "partial_rotary_factor": 0.0},
+        keys={"num_experts": "n_routed_experts", "mamba_n_groups": "n_groups", "rms_norm_eps": "layer_norm_epsilon"},
+        silent={
+            "hybrid_override_pattern": "ME*-",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "mamba_n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "rms_norm_eps": 1e-5,
+        },
+        builds={
+            "mlp_hidden_act": ("relu2",),
+            "mamba_hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "use_bias": (False,),
+            "mamba_proj_bias": (False,),
+            "use_conv_bias": (True,),
+            "n_shared_experts": (1,),
+            "tie_word_embeddings": (False,),
+            "sliding_window": (None,),
+            "time_step_limit": NO_LIMIT,
+        },
+        writes={
+            "hidden_act": "relu2",
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_bias": False,
+            "mamba_proj_bias": False,
+            "use_conv_bias": True,
+            "n_shared_experts": 1,
+            "chunk_size": 128,
+            "mamba_ssm_cache_dtype": "float32",
+        },
+        qk_norm="none",
+        corrected=True,
+        gated=False,
+        cp_styles=("ulysses",),
         ac_targets=GATED_EXPERTS,
     ),
 }

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from prl.config.schema_fields import (
     DirectoryOrName,
     Group,
+    LayerPattern,
     NonNegative,
     NonNegativeFloat,
     Number,
@@ -18,7 +19,9 @@ from prl.config.schema_fields import (
     Seed,
 )
 
-FamilyName = Literal["llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "other"]
+FamilyName = Literal[
+    "llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "nemotron_h", "other",
+]  # fmt: skip
 CpStyle = Literal["ulysses", "ring"]
 
 
@@ -64,6 +67,8 @@ class ModelCard(Group):
     num_experts_per_tok: NonNegative = 0
     moe_intermediate_size: NonNegative = 0
     n_shared_experts: NonNegative = 0  # as wide as so many experts, seen by every token
+    moe_shared_expert_intermediate_size: NonNegative = 0  # of the shared ones together, where it is not that of experts
+    moe_latent_size: NonNegative = 0  # experts see so many numbers of a token, made from the hidden state; 0: all of it
     mlp_only_layers: tuple[NonNegative, ...] = ()  # of a mixture of experts, the layers that are dense
     norm_topk_prob: bool = True
     routed_scaling_factor: PositiveFloat = 1.0  # of the mixing weights
@@ -74,13 +79,20 @@ class ModelCard(Group):
     max_position_embeddings: Positive = 4096
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None
-    partial_rotary_factor: RotaryPart = 1.0  # of each head, from its first dimension on
+    partial_rotary_factor: RotaryPart = 1.0  # of each head, from its first dimension on; 0: no rotation
     # latent attention (arXiv:2405.04434): keys and values of all heads are made from so many numbers of a token; 0: not
     kv_lora_rank: NonNegative = 0
     q_lora_rank: NonNegative = 0  # queries, too; 0: straight from the hidden state
     qk_nope_head_dim: NonNegative = 0  # of head_dim, what is not turned by position: the first part
     qk_rope_head_dim: NonNegative = 0  # what is
     v_head_dim: NonNegative = 0
+    # of layers that do one thing each, what: M state space, * attention, E experts, - MLP; empty: attention, then MLP
+    hybrid_override_pattern: LayerPattern = ""
+    mamba_num_heads: NonNegative = 0  # state space (Mamba-2, arXiv:2405.21060)
+    mamba_head_dim: NonNegative = 0
+    mamba_n_groups: NonNegative = 0  # of heads, with one B and one C each
+    ssm_state_size: NonNegative = 0  # numbers of state behind each number of a head
+    conv_kernel: NonNegative = 0  # tokens that the convolution before it sees
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: bool = False
     cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
@@ -89,12 +101,40 @@ class ModelCard(Group):
     @property
     def sparse_layers(self) -> list[int]:
         """Those with experts."""
+        if self.hybrid_override_pattern:
+            return self.layers_of("E")
         return [i for i in range(self.num_hidden_layers) if self.num_experts and i not in self.mlp_only_layers]
+
+    @property
+    def dense_layers(self) -> list[int]:
+        """Those with an MLP instead."""
+        if self.hybrid_override_pattern:
+            return self.layers_of("-")
+        return [i for i in range(self.num_hidden_layers) if i not in self.sparse_layers]
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """Those with attention."""
+        return self.layers_of("*") if self.hybrid_override_pattern else list(range(self.num_hidden_layers))
+
+    @property
+    def state_layers(self) -> list[int]:
+        """Those with a state-space recurrence."""
+        return self.layers_of("M")
+
+    def layers_of(self, kind: str) -> list[int]:
+        """Those with this letter in the pattern."""
+        return [i for i, letter in enumerate(self.hybrid_override_pattern) if letter == kind]
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Of the experts that every token sees, together."""
+        return self.moe_shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
 
     @property
     def has_dense_mlps(self) -> bool:
         """Whether some layer has an MLP that every token sees."""
-        return len(self.sparse_layers) < self.num_hidden_layers or self.n_shared_experts > 0
+        return bool(self.dense_layers) or self.n_shared_experts > 0
 
     @property
     def is_native(self) -> bool:

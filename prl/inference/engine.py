@@ -295,7 +295,7 @@ class TorchEngine:
         if routed is not None:
             sequence.routed = [routed]
         if self.config.prefix_caching:  # findable by later requests while it runs
-            self.cache.file(sequence.slot, self._namespace(sequence), list(sequence.token_ids))
+            self.cache.file_running(sequence.slot, self._namespace(sequence), list(sequence.token_ids))
 
     def _decode(self, running: list[Sequence]) -> list[Sequence]:
         """One token for every running sequence."""

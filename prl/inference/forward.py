@@ -17,9 +17,11 @@ from prl.config.schema import ModelCard
 from prl.inference.kv_cache import KVCache
 from prl.inference.sampling import SamplingTable
 from prl.inference.sequences import Sequence
+from prl.inference.states import PaddedRows
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
 from prl.models.layers.decoder import Decoder
+from prl.models.layers.hybrid import HybridAttend
 
 SHORTEST_CLASS = 64  # prompts up to this length are padded together
 VIEW_OVERHEAD = 1.25  # computing a few idle slots beats copying the keys and values of the busy ones
@@ -39,6 +41,7 @@ class _LengthClass:
     new: int  # T
     context: int  # S
     mask: Tensor | None  # [B, 1, T, S] bool; None: plain causal, nothing was cached
+    cached: Tensor  # [B] tokens before the new ones
 
 
 def _length_classes(sequences: list[Sequence], device: torch.device) -> list[_LengthClass]:
@@ -72,6 +75,7 @@ def _length_class(sequences: list[Sequence], flat_starts: np.ndarray, device: to
         new=new,
         context=context,
         mask=mask,
+        cached=cached.to(device),
     )
 
 
@@ -82,7 +86,7 @@ def _prefill_attention(cache: KVCache, classes: list[_LengthClass], slots: Tenso
         for c in classes:
             padded = q.new_zeros(len(c.slots), c.new, *q.shape[1:])
             padded[c.row, c.column] = q[c.flat]
-            keys, values = cache.k[layer][c.slots, :, : c.context], cache.v[layer][c.slots, :, : c.context]
+            keys, values = (cached[c.slots, :, : c.context] for cached in cache.of(layer))
             attended = F.scaled_dot_product_attention(
                 padded.transpose(1, 2),
                 keys,
@@ -109,7 +113,11 @@ def prefill(
     input_ids = torch.tensor([t for s in sequences for t in s.token_ids[s.computed :]], device=device)
     positions = torch.tensor([p for s in sequences for p in range(s.computed, len(s.token_ids))], device=device)
     slots = torch.tensor([s.slot for s, n in zip(sequences, lengths, strict=True) for _ in range(n)], device=device)
-    attend = _prefill_attention(cache, _length_classes(sequences, device), slots, positions)
+    classes = _length_classes(sequences, device)
+    attend = _prefill_attention(cache, classes, slots, positions)
+    if cache.states:
+        padded = [PaddedRows(c.flat, c.row, c.column, c.slots, c.new, c.cached > 0) for c in classes]
+        attend = HybridAttend(attend, cache.states.prefill(padded))
     hidden = model(input_ids, positions, attend, recorder=recorder)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
     return model.logits(hidden[ends]), routing_pieces(recorder, lengths, model.card)
@@ -141,7 +149,10 @@ class DecodeRows:
 
     def forward(self, model: Decoder, cache: KVCache, recorder: RoutingRecorder | None) -> Tensor:
         """Logits [B, V] after the last token of each row; `positions` move on to the token to be drawn."""
-        hidden = model(self.last_token, self.positions, self._attention(cache), recorder=recorder)
+        attend = self._attention(cache)
+        if cache.states:
+            attend = HybridAttend(attend, cache.states.decode(self.slots))
+        hidden = model(self.last_token, self.positions, attend, recorder=recorder)
         self.positions += 1
         return model.logits(hidden)
 
@@ -165,7 +176,7 @@ class DecodeRows:
             cache.write(layer, self.slots, self.positions, k, v)
             if spread:
                 q = q.new_zeros(self.num_slots, *q.shape[1:]).index_copy(0, self.slots, q)
-            keys, values = cache.k[layer][chosen, :, :context], cache.v[layer][chosen, :, :context]  # [rows, Hkv, S, D]
+            keys, values = (cached[chosen, :, :context] for cached in cache.of(layer))  # [rows, Hkv, S, D]
             grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1]) * q.shape[-1] ** -0.5  # [rows, Hkv, G, D]
             scores = (grouped @ keys.transpose(-1, -2)).float() + mask
             out = (scores.softmax(dim=-1).to(q.dtype) @ values).view(*q.shape[:2], -1)

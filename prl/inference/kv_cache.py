@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import ModelCard
+from prl.inference.states import StateCache
 
 BLOCK = 8  # tokens; prefixes are found in whole blocks
 
@@ -28,7 +29,11 @@ class _Content:
 
 class KVCache:
     """k and v are [L, slots, Hkv, max_len, D]; of latent attention k is the latent and the shared key, one head, and v
-    the part of it that is the latent. A slot is empty, cached (free, with content) or in use.
+    the part of it that is the latent. A slot is empty, cached (free, with content) or in use. L are the layers with
+    attention; `rows` says which one's keys lie where.
+
+    Of layers with a state (`states`), a slot has the state after its last token alone, not after each. A prefix is found
+    there only if it is all that the slot holds, and a slot that goes on is no longer found.
     """
 
     def __init__(self, card: ModelCard, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,7 +41,10 @@ class KVCache:
         heads, dim = card.num_key_value_heads, card.head_dim
         if self.latent:
             heads, dim = 1, card.cached_per_token
-        self.shape = (card.num_hidden_layers, slots, heads, max_len, dim)
+        self.rows = {layer: row for row, layer in enumerate(card.attention_layers)}
+        self.shape = (len(self.rows), slots, heads, max_len, dim)
+        self.states = StateCache(card, slots, dtype, device) if card.state_layers else None
+        self.block = 1 if self.states else BLOCK
         self.dtype, self.device, self.slots = dtype, device, slots
         self.in_use: set[int] = set()
         self.cached: dict[int, None] = {}  # least recently used first
@@ -47,12 +55,16 @@ class KVCache:
     def allocate(self) -> None:
         self.k = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         self.v = self.k[..., : self.latent] if self.latent else torch.zeros_like(self.k)
+        if self.states:
+            self.states.allocate()
         self.reset()
 
     def release(self) -> None:
         """Give the memory back (sleep). No slot may be in use; all content is lost."""
         assert not self.in_use
         self.k = self.v = torch.empty(0, device=self.device)
+        if self.states:
+            self.states.release()
         self.reset()
 
     def reset(self) -> None:
@@ -106,25 +118,36 @@ class KVCache:
         self._forget(slot)
         self.k[:, slot] = 0
         self.v[:, slot] = 0
+        if self.states:
+            self.states.wipe(slot)
 
     # --- prefixes -----------------------------------------------------------------------------------------------------
+
+    def file_running(self, slot: int, namespace: Namespace, token_ids: list[int]) -> None:
+        """`file` for a slot to which tokens will be added."""
+        if self.states:
+            self._forget(slot)
+        else:
+            self.file(slot, namespace, token_ids)
 
     def file(self, slot: int, namespace: Namespace, token_ids: list[int]) -> None:
         """Make the tokens at the start of a slot findable, instead of what was there."""
         self._forget(slot)
-        content = _Content(namespace, token_ids, _chain(namespace, token_ids))
+        hashes = _chain(namespace, token_ids, self.block)
+        content = _Content(namespace, token_ids, hashes[-1:] if self.states else hashes)
         self.content[slot] = content
         for value in content.hashes:
             self.holders.setdefault(value, {})[slot] = None
 
     def find(self, namespace: Namespace, token_ids: list[int]) -> tuple[int, int]:
         """(slot, tokens) of the longest filed prefix of token_ids, in whole blocks; (-1, 0) if there is none."""
-        hashes = _chain(namespace, token_ids)
+        hashes = _chain(namespace, token_ids, self.block)
         for blocks in range(len(hashes), 0, -1):
-            end = blocks * BLOCK
+            end = blocks * self.block
             for slot in self.holders.get(hashes[blocks - 1], ()):
                 content = self.content[slot]  # compared in full, for hashes may collide
-                if content.namespace == namespace and content.token_ids[:end] == token_ids[:end]:
+                held = content.token_ids if self.states else content.token_ids[:end]
+                if content.namespace == namespace and held == token_ids[:end]:
                     return slot, end
         return -1, 0
 
@@ -134,7 +157,9 @@ class KVCache:
             self.cached[slot] = self.cached.pop(slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """The KV of the first tokens of one slot to another."""
+        """The KV of the first tokens of one slot to another; with states, of all its tokens."""
+        if self.states:
+            self.states.copy(source, target)
         self.k[:, target, :, :tokens] = self.k[:, source, :, :tokens]
         if not self.latent:
             self.v[:, target, :, :tokens] = self.v[:, source, :, :tokens]
@@ -150,15 +175,20 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, Hkv, D] of tokens at (slot, position), both [N] int64."""
-        self.k[layer][slots, :, positions] = k
+        row = self.rows[layer]
+        self.k[row][slots, :, positions] = k
         if not self.latent:
-            self.v[layer][slots, :, positions] = v
+            self.v[row][slots, :, positions] = v
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [slots, Hkv, max_len, D] each."""
+        return self.k[self.rows[layer]], self.v[self.rows[layer]]
 
 
-def _chain(namespace: Namespace, token_ids: list[int]) -> list[int]:
+def _chain(namespace: Namespace, token_ids: list[int], block: int) -> list[int]:
     """Hash of every prefix of whole blocks, each built on the one before."""
     value, values = hash(namespace), []
-    for end in range(BLOCK, len(token_ids) + 1, BLOCK):
-        value = hash((value, *token_ids[end - BLOCK : end]))
+    for end in range(block, len(token_ids) + 1, block):
+        value = hash((value, *token_ids[end - block : end]))
         values.append(value)
     return values

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMULA = "6*P_active*T + 3*layers*heads*(head_dim+value_dim)*sum(d*(d+1)) over documents of d tokens"
+STATES = " + 12*state_layers*state_heads*state_head_dim*state_size*T"  # of models that have such layers
 FROZEN_FORMULA = FORMULA.replace("6*P_active", "4*P_active", 1)  # no gradient of the weights themselves
 PEAK_FLOPS = {  # dense bfloat16 FLOP/s by device name, from the vendors' data sheets
     "H100": 989e12,
@@ -36,7 +37,9 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
     6 FLOPs per active parameter and token. A document of d tokens has d(d+1)/2 causal pairs; QK^T takes 2*head_dim
     FLOPs per pair and head and PV 2*value_dim, three times that with the backward pass. Recomputation does not count
     (PaLM, arXiv:2204.02311, appendix B), nor does padding or attention across documents. Of a frozen model (LoRA) the
-    weights' gradients are not computed, which leaves 4; its adapters, some thousandth of that, are not counted.
+    weights' gradients are not computed, which leaves 4; its adapters, some thousandth of that, are not counted. `layers`
+    are those with attention. A state-space layer takes each token into its state and reads it once: 2 FLOPs a number
+    each, three times that with the backward pass; what its chunks do besides is of the way it is computed.
 
     Args:
         doc_lens: tokens of each document.
@@ -44,10 +47,14 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
     """
     lengths = list(doc_lens)
     pairs = sum(d * (d + 1) / 2 for d in lengths)
-    per_pair = 6 * card.num_hidden_layers * card.num_attention_heads * (card.head_dim + card.value_dim)
+    per_pair = 6 * len(card.attention_layers) * card.num_attention_heads * (card.head_dim + card.value_dim)
     per_param = 4 if frozen else 6
     formula = FROZEN_FORMULA if frozen else FORMULA
-    return float(per_param * active_parameters(card) * sum(lengths) + per_pair * pairs), formula
+    flops = float(per_param * active_parameters(card) * sum(lengths) + per_pair * pairs)
+    if not card.state_layers:
+        return flops, formula
+    numbers = card.mamba_num_heads * card.mamba_head_dim * card.ssm_state_size
+    return flops + 12.0 * len(card.state_layers) * numbers * sum(lengths), formula + STATES
 
 
 def utilisation(flops: float, seconds: float, device_type: str, formula: str = FORMULA) -> tuple[float, str]:

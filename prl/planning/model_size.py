@@ -10,10 +10,11 @@ def parameter_count(card: ModelCard) -> int:
     """Of a family that prl/models has, all; of another one what the card tells."""
     hidden, layers, sparse = card.hidden_size, card.num_hidden_layers, len(card.sparse_layers)
     embeddings = card.vocab_size * hidden * (1 if card.tie_word_embeddings else 2)
-    experts = card.num_experts * (_mlp(card, card.moe_intermediate_size) + hidden)
-    norms = (2 * layers + 1) * hidden
-    mlps = sparse * (experts + _shared(card)) + (layers - sparse) * _mlp(card, card.intermediate_size)
-    return layers * _attention(card) + mlps + norms + embeddings
+    experts = card.num_experts * (_expert(card) + hidden)
+    norms = ((1 if card.hybrid_override_pattern else 2) * layers + 1) * hidden
+    mlps = sparse * (experts + _around_experts(card)) + len(card.dense_layers) * _mlp(card, card.intermediate_size)
+    states = len(card.state_layers) * (_state_projections(card) + _state_vectors(card))
+    return len(card.attention_layers) * _attention(card) + states + mlps + norms + embeddings
 
 
 def active_parameters(card: ModelCard) -> int:
@@ -22,12 +23,12 @@ def active_parameters(card: ModelCard) -> int:
     Not the embedding (a lookup) nor norms and biases (O(hidden) work).
     """
     hidden, sparse = card.hidden_size, len(card.sparse_layers)
-    experts = card.num_experts_per_tok * _mlp(card, card.moe_intermediate_size) + hidden * card.num_experts
-    dense = (card.num_hidden_layers - sparse) * _mlp(card, card.intermediate_size)
+    experts = card.num_experts_per_tok * _expert(card) + hidden * card.num_experts
     return (
-        card.num_hidden_layers * _projections(card)
-        + sparse * (experts + _shared(card))
-        + dense
+        len(card.attention_layers) * _projections(card)
+        + len(card.state_layers) * _state_projections(card)
+        + sparse * (experts + _around_experts(card))
+        + len(card.dense_layers) * _mlp(card, card.intermediate_size)
         + hidden * card.vocab_size
     )
 
@@ -54,9 +55,34 @@ def _projections(card: ModelCard) -> int:
     return 2 * card.hidden_size * card.head_dim * (card.num_attention_heads + card.num_key_value_heads)
 
 
+def matrices_per_mlp(card: ModelCard) -> int:
+    """Of an MLP or an expert."""
+    family = FAMILIES.get(card.family)
+    return 3 if family is None or family.gated else 2
+
+
 def _mlp(card: ModelCard, intermediate: int) -> int:
-    return 3 * card.hidden_size * intermediate
+    return matrices_per_mlp(card) * card.hidden_size * intermediate
 
 
-def _shared(card: ModelCard) -> int:
-    return card.n_shared_experts * _mlp(card, card.moe_intermediate_size)
+def _expert(card: ModelCard) -> int:
+    return matrices_per_mlp(card) * (card.moe_latent_size or card.hidden_size) * card.moe_intermediate_size
+
+
+def _around_experts(card: ModelCard) -> int:
+    """The shared ones, and the way to the latent and back."""
+    return _mlp(card, card.shared_intermediate_size) + 2 * card.hidden_size * card.moe_latent_size
+
+
+def _state_projections(card: ModelCard) -> int:
+    """Of a state-space layer, and its convolution."""
+    inner = card.mamba_num_heads * card.mamba_head_dim
+    channels = inner + 2 * card.mamba_n_groups * card.ssm_state_size
+    projections = card.hidden_size * (2 * inner + channels + card.mamba_num_heads)
+    return projections + channels * card.conv_kernel
+
+
+def _state_vectors(card: ModelCard) -> int:
+    """The convolution's biases, the norm, and of each head its rate, its step and what passes the state by."""
+    inner = card.mamba_num_heads * card.mamba_head_dim
+    return 2 * inner + 2 * card.mamba_n_groups * card.ssm_state_size + 3 * card.mamba_num_heads

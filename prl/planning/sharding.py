@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prl.config.schema import ModelCard
 from prl.config.world import expert_dimension
+from prl.planning.model_size import matrices_per_mlp
 from prl.planning.run_plan import RunPlan
 
 FLOAT32_BYTES = 4
@@ -15,8 +16,9 @@ def expert_shares(card: ModelCard, ep: int, ranks: int) -> list[int]:
     Without expert parallelism FSDP shards whole layers along dimension 0, where it pads; with it, as
     `expert_dimension` says.
     """
-    local, hidden, inner = card.num_experts // ep, card.hidden_size, card.moe_intermediate_size
-    shapes = ((local, 2 * inner, hidden), (local, hidden, inner))
+    local, inner = card.num_experts // ep, card.moe_intermediate_size
+    hidden = card.moe_latent_size or card.hidden_size
+    shapes = ((local, (matrices_per_mlp(card) - 1) * inner, hidden), (local, hidden, inner))
     return [sum(_numel(shape, ep, ranks, rank) for shape in shapes) for rank in range(ranks)]
 
 

@@ -211,7 +211,7 @@ def kv_cache_bytes(config: RunConfig, tp: int) -> int:
     name = config.model.dtype if inference.dtype == "auto" else inference.dtype
     blocks = inference.max_num_seqs * -(-inference.max_model_len // CPU_BLOCK_TOKENS) + 1  # one is vLLM's null block
     shared = 1 if card.kv_lora_rank else min(tp, card.num_key_value_heads)  # each rank has the whole latent
-    token_bytes = card.num_hidden_layers * -(-card.cached_per_token // shared) * (4 if name == "float32" else 2)
+    token_bytes = len(card.attention_layers) * -(-card.cached_per_token // shared) * (4 if name == "float32" else 2)
     return blocks * CPU_BLOCK_TOKENS * token_bytes
 
 

@@ -48,8 +48,11 @@ def apply_compile(model: Decoder, enabled: bool) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
-        layer.project = torch.compile(layer.project)  # type: ignore[method-assign]
-        layer.join = torch.compile(layer.join)  # type: ignore[method-assign]
+        if layer.mixes_tokens:
+            layer.project = torch.compile(layer.project)  # type: ignore[method-assign]
+            layer.join = torch.compile(layer.join)  # type: ignore[method-assign]
+        if not layer.has_mlp:
+            continue
         if isinstance(layer.mlp, SparseMLP):
             layer.mlp.route = torch.compile(layer.mlp.route)  # type: ignore[method-assign]
             experts = layer.mlp.experts

@@ -24,6 +24,7 @@ from prl.models.experts.stacked import Experts
 from prl.models.families.build import build_decoder
 from prl.models.fp8.linears import apply_fp8
 from prl.models.layers.decoder import Decoder
+from prl.models.state_space.mixer import draw_decay, keeps_float32
 from prl.trainer.compilation import apply_compile
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.memory.recompute import apply_checkpointing
@@ -105,7 +106,7 @@ def draw_weights(model: Decoder, seed: int, std: float = 0.02) -> None:
         generator = torch.Generator(local.device).manual_seed(seed)
         if name.endswith("norm.weight"):
             local.fill_(1.0)
-        else:
+        elif not draw_decay(name, local, generator):
             local.normal_(0.0, std, generator=generator)
     for buffer in model.checkpoint_buffers().values():
         buffer.zero_()
@@ -137,7 +138,7 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
     """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
     model.dtype. Experts under expert parallelism are sharded over what remains of the island, along a dimension that it
-    divides (`expert_dimension`). Activations follow the parameters' dtype from the embedding on; nothing is
+    divides (`expert_dimension`). What states decay by computes in float32. Activations follow the parameters' dtype from the embedding on; nothing is
     cast on the way into a layer, for the rotary tables are float32 and long positions need them so.
     """
     policy = MixedPrecisionPolicy(
@@ -162,6 +163,10 @@ def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
                 reshard_after_forward=reshard,
                 shard_placement_fn=lambda param: Shard(expert_dimension(param.shape, sparse_ranks)),
             )
+    whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in model.modules():
+        if keeps_float32(module):
+            fully_shard(module, mesh=dense, mp_policy=whole, offload_policy=offload, reshard_after_forward=reshard)
     for layer in model.layers:
         fully_shard(layer, mesh=dense, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     fully_shard(model, mesh=dense, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)

@@ -70,6 +70,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     parallelism.pieces_travel,
     parallelism.deepep_can_run,
     parallelism.ulysses_divides_heads,
+    parallelism.ulysses_divides_states,
     parallelism.model_knows_cp_style,
     parallelism.cp_divides_rows,
     parallelism.cp_stays_in_a_node,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES
 from prl.config.rules.rule import Refuse, each_of
 from prl.config.schema import ModelCard, RunConfig
 from prl.config.world import World
@@ -68,6 +69,8 @@ ac_keys_take_effect = each_of(
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_LINEARS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+STATE_LINEARS = ("in_proj", "out_proj")
+LATENT_EXPERT_LINEARS = ("fc1_latent_proj", "fc2_latent_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -78,7 +81,9 @@ def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
         return
     ours = config.model.impl != "hf" and card.is_native
     experts, mlps = ("experts",) if card.num_experts else (), MLP_LINEARS if card.has_dense_mlps else ()
-    known = (*_attention_linears(card), *experts, *mlps)
+    known = (*_linears(card), *experts, *mlps)
+    if (family := FAMILIES.get(card.family)) is not None and not family.gated:
+        known = tuple(name for name in known if name != "gate_proj")
     unknown = [target for target in lora.targets if (target not in known if ours else target == "experts")]
     if unknown or not lora.targets:
         yield UserError(
@@ -87,6 +92,13 @@ def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
             why=f"its linears are: {', '.join(known)}" if ours else "stacked experts are those of model.impl=custom",
             fix=f"memory_recipe.lora.targets=[{','.join(known if ours else ATTENTION_LINEARS)}]",
         )
+
+
+def _linears(card: ModelCard) -> tuple[str, ...]:
+    """Around attention, states and latents of experts."""
+    states = STATE_LINEARS if card.state_layers else ()
+    latents = LATENT_EXPERT_LINEARS if card.moe_latent_size else ()
+    return (*(_attention_linears(card) if card.attention_layers else ()), *states, *latents)
 
 
 def _attention_linears(card: ModelCard) -> tuple[str, ...]:

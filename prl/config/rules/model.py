@@ -24,7 +24,9 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
     family = FAMILIES.get(card.family)
     if family is not None:
         yield from _facts_are_the_familys(config, family)
-    if family is not None and family.has_experts:
+    if family is not None and family.is_hybrid:
+        yield from _pattern_is_complete(card)
+    if family is not None and family.has_experts and (not family.is_hybrid or card.layers_of("E")):
         sizes = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": card.hidden_size}
         for key, usual in sizes.items():
             if getattr(card, key) == 0:
@@ -44,21 +46,22 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
             why="they are counted from 0, and at least one layer must have experts",
             fix="model.card.mlp_only_layers=[]",
         )
-    if family is not None and len(card.sparse_layers) < card.num_hidden_layers and card.intermediate_size == 0:
+    if family is not None and card.dense_layers and card.intermediate_size == 0:
         yield UserError(
             f"A {card.family} card with dense layers needs intermediate_size.",
             where=f"model.card.intermediate_size=0, model.card.mlp_only_layers={list(card.mlp_only_layers)}",
             why="a dense layer has one MLP",
             fix=f"model.card.intermediate_size={2 * card.hidden_size}",
         )
-    if card.head_dim % 2:
+    turns = family is None or family.always.get("partial_rotary_factor") != 0
+    if card.head_dim % 2 and turns:
         yield UserError(
             f"Heads of {card.head_dim} cannot be rotated.",
             where=f"model.card.head_dim={card.head_dim}",
             why="rotary embeddings turn pairs of a head's dimensions",
             fix=f"model.card.head_dim={card.head_dim + 1}",
         )
-    elif card.rotary_dim % 2 or not card.rotary_dim:
+    elif turns and (card.rotary_dim % 2 or not card.rotary_dim):
         yield UserError(
             f"{card.rotary_dim} dimensions of a head cannot be rotated.",
             where=f"model.card.head_dim={card.head_dim}, "
@@ -90,6 +93,41 @@ def _facts_are_the_familys(config: RunConfig, family: Family) -> Iterator[UserEr
                 why=f"of such facts its layers know {', '.join(family.has) or 'none'}",
                 fix=f"model.card.{key}={as_override(usual)}",
             )
+
+
+def _pattern_is_complete(card: ModelCard) -> Iterator[UserError]:
+    pattern = card.hybrid_override_pattern
+    if len(pattern) != card.num_hidden_layers:
+        yield UserError(
+            f"The pattern has {len(pattern)} layers, and the card {card.num_hidden_layers}.",
+            where=f"model.card.hybrid_override_pattern={as_override(pattern)}, "
+            f"model.card.num_hidden_layers={card.num_hidden_layers}",
+            why="it has a letter for each layer: M state space, * attention, E experts, - MLP",
+            fix=f"model.card.num_hidden_layers={len(pattern)}" if pattern else "model.card.hybrid_override_pattern=ME*E",
+        )
+    sizes = ("mamba_num_heads", "mamba_head_dim", "mamba_n_groups", "ssm_state_size", "conv_kernel")
+    lacking = [key for key in sizes if getattr(card, key) == 0] if card.state_layers else []
+    for key in lacking:
+        yield UserError(
+            f"A {card.family} card needs {key}.",
+            where=f"model.card.{key}=0",
+            why="it has state-space layers (M in its pattern)",
+            fix=f"model.card.{key}={4 if key == 'conv_kernel' else 8}",
+        )
+    if card.state_layers and not lacking and card.mamba_num_heads % card.mamba_n_groups:
+        yield UserError(
+            f"{card.mamba_num_heads} heads of state cannot be cut into {card.mamba_n_groups} groups.",
+            where=f"model.card.mamba_num_heads={card.mamba_num_heads}, model.card.mamba_n_groups={card.mamba_n_groups}",
+            why="groups are of equally many heads, which share their B and C",
+            fix=f"model.card.mamba_n_groups={next_divisor(card.mamba_n_groups, card.mamba_num_heads)}",
+        )
+    if card.layers_of("E") and card.moe_shared_expert_intermediate_size == 0:
+        yield UserError(
+            f"A {card.family} card needs moe_shared_expert_intermediate_size.",
+            where="model.card.moe_shared_expert_intermediate_size=0",
+            why="beside its experts is one that every token sees",
+            fix=f"model.card.moe_shared_expert_intermediate_size={2 * card.moe_intermediate_size or card.hidden_size}",
+        )
 
 
 def _latents_are_complete(card: ModelCard) -> Iterator[UserError]:
@@ -235,8 +273,16 @@ FP8_BLOCK = 128
 
 
 def fp8_fits_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
-    """DeepGEMM's kernels; the emulated ones take any size and any dtype."""
+    """DeepGEMM's kernels; the emulated ones take any size and any dtype. Neither knows experts without a gate."""
     model = config.model
+    family = FAMILIES.get(model.card.family)
+    if model.fp8 != "none" and family is not None and not family.gated:
+        yield UserError(
+            f"{model.name} cannot be trained in FP8.",
+            where=f"model.fp8={model.fp8}, model.card.family={model.card.family}",
+            why="block-scaled experts are built for SwiGLU, and its own are of two matrices",
+            fix="model.fp8=none",
+        )
     if model.fp8 != "deep_gemm":
         return
     if model.dtype != "bfloat16":

@@ -156,6 +156,17 @@ def ulysses_divides_heads(config: RunConfig, world: World) -> Iterator[UserError
         )
 
 
+def ulysses_divides_states(config: RunConfig, world: World) -> Iterator[UserError]:
+    cp, card = config.parallelism.cp, config.model.card
+    if cp > 1 and config.parallelism.cp_style == "ulysses" and card.mamba_num_heads % cp:
+        yield UserError(
+            f"Ulysses cannot give {card.mamba_num_heads} heads of state to {cp} ranks evenly.",
+            where=f"parallelism.cp={cp}, model.card.mamba_num_heads={card.mamba_num_heads}",
+            why="Ulysses exchanges sequence for heads, so cp must divide the number of heads of state-space layers",
+            fix=f"parallelism.cp={next_divisor(cp, card.mamba_num_heads)}",
+        )
+
+
 model_knows_cp_style = Refuse(
     lambda c, w: c.parallelism.cp > 1 and c.parallelism.cp_style not in c.model.card.cp_styles,
     "{model.name} does not support context parallelism by {parallelism.cp_style}.",

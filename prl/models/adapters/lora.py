@@ -2,7 +2,7 @@
 
 Adapters of a linear are `lora_a` [r, in] and `lora_b` [out, r] beside its `weight`; those of stacked experts lie beside
 their matrices, one for each expert: `gate_up_lora_a` [E, H, r], `gate_up_lora_b` [E, 2I, r], `down_lora_a` [E, I, r],
-`down_lora_b` [E, H, r]. There A is stored transposed, so that dimension 1 of all can be sharded like the experts' own,
+`down_lora_b` [E, H, r] (without a gate `up_lora_a` and `up_lora_b` [E, I, r]). There A is stored transposed, so that dimension 1 of all can be sharded like the experts' own,
 while dimension 0 is the expert group's.
 """
 
@@ -18,6 +18,7 @@ from prl.config.errors import UserError
 from prl.config.schema import LoraConfig
 from prl.models.experts.stacked import Experts, grouped_linear
 from prl.models.sharding import is_sharded, local_part, place_of
+from prl.models.state_space.mixer import keeps_float32
 
 EXPERTS = "experts"  # the target that means the stacked matrices
 
@@ -41,15 +42,14 @@ class LoraExperts(Experts):
     """Experts with adapters; a module of `Experts` becomes one in place."""
 
     lora_scale: float
-    gate_up_lora_a: nn.Parameter
-    gate_up_lora_b: nn.Parameter
     down_lora_a: nn.Parameter
     down_lora_b: nn.Parameter
 
-    def grouped_swiglu(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
+    def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
-        gate_up = self.adapted(x, counts, self.gate_up_proj, self.gate_up_lora_a, self.gate_up_lora_b)
-        return self.adapted(self.activate(gate_up, scale), counts, self.down_proj, self.down_lora_a, self.down_lora_b)
+        a, b = (self.get_parameter(f"{self.first}_lora_{kind}") for kind in "ab")
+        inner = self.activate(self.adapted(x, counts, self.first_proj, a, b), scale)
+        return self.adapted(inner, counts, self.down_proj, self.down_lora_a, self.down_lora_b)
 
     def adapted(self, x: Tensor, counts: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """x [M, in], weight [E, out, in], a [E, in, r], b [E, out, r] -> [M, out]."""
@@ -88,12 +88,15 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, requires_grad: bool) -> None:
-    """New parameters in place of the old, tied ones still tied. Buffers stay: rotary frequencies need float32."""
+    """New parameters in place of the old, tied ones still tied. Buffers stay: rotary frequencies need float32; and so
+    does what says how fast states decay.
+    """
     cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(param) not in cast:
-                cast[id(param)] = nn.Parameter(param.data.to(dtype), requires_grad=requires_grad)
+                kept = torch.float32 if keeps_float32(module) else dtype
+                cast[id(param)] = nn.Parameter(param.data.to(kept), requires_grad=requires_grad)
             module.register_parameter(name, cast[id(param)])
 
 
@@ -101,7 +104,7 @@ def adapt_experts(module: Experts, lora: LoraConfig) -> None:
     module.__class__ = LoraExperts
     assert isinstance(module, LoraExperts)
     module.lora_scale = lora.alpha / lora.rank
-    for kind, weight in (("gate_up", module.gate_up_proj), ("down", module.down_proj)):
+    for kind, weight in ((module.first, module.first_proj), ("down", module.down_proj)):
         experts, out_features, in_features = weight.shape
         setattr(module, f"{kind}_lora_a", adapter_like(weight, experts, in_features, lora.rank))
         setattr(module, f"{kind}_lora_b", adapter_like(weight, experts, out_features, lora.rank))

@@ -16,30 +16,42 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, int, ExpertCompute], Tensor]
 
 
 class Experts(nn.Module):
-    """SwiGLU experts, stacked: gate_up_proj [E, 2I, H], down_proj [E, H, I].
+    """Experts, stacked: SwiGLU ones of gate_up_proj [E, 2I, H] and down_proj [E, H, I]; those without a gate have up_proj
+    [E, I, H] instead, and square what is positive.
 
     Under expert parallelism the parameters are DTensors over the expert group, and `dispatch` brings the tokens.
     """
 
-    def __init__(self, num_experts: int, hidden: int, intermediate: int) -> None:
+    def __init__(self, num_experts: int, hidden: int, intermediate: int, gated: bool = True) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
+        self.first = "gate_up" if gated else "up"  # what the first stack is called
+        rows = 2 * intermediate if gated else intermediate
+        self.register_parameter(f"{self.first}_proj", nn.Parameter(torch.empty(num_experts, rows, hidden)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
         self.dispatch: Dispatch = LocalDispatch()
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [N, H], weights [N, K], experts [N, K] -> [N, H]."""
-        return self.dispatch(x, weights, experts, self.num_experts, self.grouped_swiglu)
+        return self.dispatch(x, weights, experts, self.num_experts, self.grouped_mlp)
 
-    def grouped_swiglu(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
+    @property
+    def first_proj(self) -> nn.Parameter:
+        """gate_up_proj, or up_proj."""
+        return self.get_parameter(f"{self.first}_proj")
+
+    def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
-        gate_up, down = local_part(self.gate_up_proj), local_part(self.down_proj)
-        return grouped_linear(self.activate(grouped_linear(x, gate_up, counts), scale), down, counts)
+        first, down = local_part(self.first_proj), local_part(self.down_proj)
+        return grouped_linear(self.activate(grouped_linear(x, first, counts), scale), down, counts)
 
-    def activate(self, gate_up: Tensor, scale: Tensor) -> Tensor:
-        """SwiGLU (arXiv:2002.05202) times scale [M]: [M, 2I] -> [M, I]."""
-        gate, up = gate_up.chunk(2, dim=-1)
+    def activate(self, x: Tensor, scale: Tensor) -> Tensor:
+        """SwiGLU (arXiv:2002.05202) times scale [M]: [M, 2I] -> [M, I]; without a gate, the squared ReLU
+        (arXiv:2109.08668): [M, I] -> [M, I].
+        """
+        if self.first == "up":
+            return F.relu(x).square() * scale[:, None]
+        gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up * scale[:, None]
 
 

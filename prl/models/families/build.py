@@ -7,6 +7,7 @@ from prl.models.families.deepseek_v3 import DeepseekV3
 from prl.models.families.glm4_moe import Glm4Moe
 from prl.models.families.llama import Llama
 from prl.models.families.minimax_m2 import MiniMaxM2
+from prl.models.families.nemotron_h import NemotronH
 from prl.models.families.qwen3 import Qwen3
 from prl.models.layers.decoder import Decoder
 
@@ -18,6 +19,7 @@ DECODERS: dict[str, type[Decoder]] = {
     "minimax_m2": MiniMaxM2,
     "deepseek_v3": DeepseekV3,
     "glm4_moe_lite": DeepseekV3,
+    "nemotron_h": NemotronH,
 }
 
 

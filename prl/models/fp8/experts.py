@@ -134,12 +134,12 @@ class Fp8Experts(Experts):
         y = self.swiglu(spread(x, order, positions), scale, groups, padded=True)
         return collect(y, order, positions)
 
-    def grouped_swiglu(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
+    def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
         groups = group_rows(counts, len(x))
         return self.swiglu(x, PadRows.apply(scale[:, None], groups).squeeze(1), groups, padded=False)
 
     def swiglu(self, x: Tensor, scale: Tensor, groups: GroupedRows, padded: bool) -> Tensor:
         """`swiglu_experts` with the weights held here."""
-        gate_up, down = local_part(self.gate_up_proj), local_part(self.down_proj)
+        gate_up, down = local_part(self.first_proj), local_part(self.down_proj)
         return swiglu_experts(x, gate_up, down, scale, groups, padded, self.backend)

@@ -23,23 +23,34 @@ from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotary_tables
 from prl.models.names.decoder import Names, locate, to_hf
 from prl.models.names.region import Region
+from prl.models.state_space.mixer import draw_decay
 
 
 class DecoderLayer(nn.Module):
     """Attention block, then MLP block, each with its residual. The blocks are methods of their own, and the parts that
     run no attention kernel and no communication (`project`, `join`) too, so that checkpointing and compilation can
-    wrap exactly them.
+    wrap exactly them. A layer of some families has one of the blocks alone.
     """
 
-    def __init__(self, card: ModelCard, attention: Attention | LatentAttention, mlp: DenseMLP | SparseMLP) -> None:
+    self_attn: Attention | LatentAttention
+    mlp: DenseMLP | SparseMLP
+
+    def __init__(
+        self, card: ModelCard, attention: Attention | LatentAttention | None, mlp: DenseMLP | SparseMLP | None
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
-        self.mlp = mlp
+        self.mixes_tokens, self.has_mlp = attention is not None, mlp is not None
+        if attention is not None:
+            self.input_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
+            self.self_attn = attention
+        if mlp is not None:
+            self.post_attention_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
+            self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recorder: RoutingRecorder | None) -> Tensor:
-        return self.mlp_block(self.attention_block(x, cos, sin, attend), recorder)
+        if self.mixes_tokens:
+            x = self.attention_block(x, cos, sin, attend)
+        return self.mlp_block(x, recorder) if self.has_mlp else x
 
     def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.project(x, cos, sin)
@@ -135,7 +146,7 @@ class Decoder(nn.Module):
                 param.fill_(1.0)
             elif name.endswith(".bias"):
                 param.zero_()
-            else:
+            elif not draw_decay(name, param, generator):
                 param.normal_(0.0, std, generator=generator)
         for buffer in self.checkpoint_buffers().values():
             buffer.zero_()

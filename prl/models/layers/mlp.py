@@ -27,6 +27,22 @@ class DenseMLP(nn.Module):
         return F.silu(gate) * up
 
 
+class SquaredReluMLP(DenseMLP):
+    """Of two matrices, without a gate (Primer, arXiv:2109.08668)."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        nn.Module.__init__(self)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor, recorder: RoutingRecorder | None = None) -> Tensor:
+        return self.down_proj(self.activate(self.up_proj(x)))
+
+    def activate(self, up: Tensor) -> Tensor:  # type: ignore[override]
+        """[N, I] -> [N, I]."""
+        return F.relu(up).square()
+
+
 class Router(nn.Linear):
     """Its logits are not rounded to x's dtype; with adapters (LoRA) in its place they are."""
 
@@ -35,23 +51,28 @@ class Router(nn.Linear):
 
 
 class SparseMLP(nn.Module):
-    """A router over stacked SwiGLU experts, and experts that every token sees.
+    """A router over stacked experts, and experts that every token sees. Between two projections the stacked ones may
+    work on latents (`moe_latent_size`), which neither router nor shared experts do.
 
     `router_bias` [E] float32 is added to the scores for the choice alone: a buffer that checkpoints have
     (`corrected`), or one that training adds to balance the load (ExpertBalance).
     """
 
-    def __init__(self, card: ModelCard, layer_idx: int, choice: Choice, corrected: bool = False) -> None:
+    def __init__(
+        self, card: ModelCard, layer_idx: int, choice: Choice, corrected: bool = False, gated: bool = True
+    ) -> None:
         super().__init__()
         self.layer_idx, self.choice, self.corrected = layer_idx, choice, corrected
         router = Router if card.router_dtype == "float32" else nn.Linear
         self.gate = router(card.hidden_size, card.num_experts, bias=False)
-        self.experts = Experts(card.num_experts, card.hidden_size, card.moe_intermediate_size)
-        self.shared_experts = (
-            DenseMLP(card.hidden_size, card.n_shared_experts * card.moe_intermediate_size)
-            if card.n_shared_experts
-            else None
-        )
+        self.has_latents = card.moe_latent_size > 0
+        width = card.moe_latent_size or card.hidden_size
+        if self.has_latents:
+            self.fc1_latent_proj = nn.Linear(card.hidden_size, width, bias=False)
+            self.fc2_latent_proj = nn.Linear(width, card.hidden_size, bias=False)
+        self.experts = Experts(card.num_experts, width, card.moe_intermediate_size, gated)
+        dense, shared = (DenseMLP if gated else SquaredReluMLP), card.shared_intermediate_size
+        self.shared_experts = dense(card.hidden_size, shared) if shared else None
         self.router_bias: Tensor | None
         self.register_buffer("router_bias", torch.zeros(card.num_experts) if corrected else None)
         self.load: ExpertLoad | None = None
@@ -61,7 +82,9 @@ class SparseMLP(nn.Module):
         weights, experts = self.route(x, replayed)
         if recorder is not None:
             recorder.record(self.layer_idx, experts)
-        y = self.experts(x, weights, experts)
+        y = self.experts(self.fc1_latent_proj(x) if self.has_latents else x, weights, experts)
+        if self.has_latents:
+            y = self.fc2_latent_proj(y)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         return y if self.load is None else self.load.watch(self.layer_idx, y, experts)

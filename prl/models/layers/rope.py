@@ -84,6 +84,8 @@ def yarn_temperature(factor: float, mscale: float) -> float:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first R dimensions of heads, R that of the tables: x [N, H, D] -> [N, H, D]."""
+    if not cos.shape[-1]:  # of a model without rotary embeddings
+        return x
     turning = x if cos.shape[-1] == x.shape[-1] else x[..., : cos.shape[-1]]
     first, second = turning.chunk(2, dim=-1)
     turned = (turning * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)

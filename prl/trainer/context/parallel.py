@@ -1,10 +1,11 @@
 """Context parallelism: one packed row over several ranks.
 
 Every rank of a context group holds the whole micro-batch on the host and takes its share of the tokens to the device.
-What works on single tokens (embedding, norms, MLPs, LM head) then runs on the share alone; only attention communicates.
+What works on single tokens (embedding, norms, MLPs, LM head) then runs on the share alone; only attention and state-space
+layers communicate.
 
     shard = shard_row(doc_lens, context, device)
-    attend = context_attention(doc_lens, context, device)
+    attend = context_attention(card, doc_lens, context, device)
     hidden = model(input_ids[shard.index], positions[shard.index], attend)
     row = hidden.new_zeros(T).index_put((shard.index[shard.valid],), f(hidden)[shard.valid])
     loss = loss_of(sum_over_context(row, context))
@@ -21,11 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prl.config.schema import ModelCard
 from prl.models.layers.attention import Attend
+from prl.models.layers.hybrid import HybridAttend
 from prl.models.layers.packed_attention import AttentionImpl
 from prl.trainer.context.group import ContextGroup, sum_over_context
 from prl.trainer.context.ring_attention import ring_attention, zigzag_positions
-from prl.trainer.context.ulysses import chunk_positions, ulysses_attention
+from prl.trainer.context.ulysses import chunk_positions, ulysses_attention, ulysses_states
 
 __all__ = ["ContextGroup", "TokenShard", "context_attention", "shard_row", "sum_over_context"]
 
@@ -48,7 +51,7 @@ def shard_row(doc_lens: list[int], context: ContextGroup, device: torch.device) 
 
 
 def context_attention(
-    doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
+    card: ModelCard, doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
 ) -> Attend:
     """Causal attention inside each document, on the slots of `shard_row`: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
@@ -57,4 +60,5 @@ def context_attention(
     """
     if context.style == "ring":
         return ring_attention(doc_lens, context, device)
-    return ulysses_attention(doc_lens, context, device, impl)
+    attend = ulysses_attention(doc_lens, context, device, impl)
+    return HybridAttend(attend, ulysses_states(doc_lens, context, device)) if card.state_layers else attend

@@ -2,7 +2,7 @@
 
 Each rank owns a contiguous equal part of the row, padded at its end to a multiple of cp. One all-to-all gives it all
 tokens of Hq / cp query heads and of the key and value heads that these read; ordinary packed attention follows; a
-second one brings the outputs back.
+second one brings the outputs back. State-space layers do the same with their heads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import AttentionImpl, packed_attention
+from prl.models.state_space.documents import mix_documents
+from prl.models.state_space.mixer import Channels, Mix
 from prl.trainer.context.group import ContextGroup, exchange
 
 
@@ -24,6 +26,11 @@ def chunk_positions(tokens: int, context: ContextGroup) -> tuple[Tensor, Tensor]
     return position.clamp(max=tokens - 1), position < tokens
 
 
+def _padded(doc_lens: list[int], context: ContextGroup) -> list[int]:
+    """The padding extends the last document, whose own tokens come before it."""
+    return [*doc_lens[:-1], doc_lens[-1] + -sum(doc_lens) % context.size]
+
+
 def ulysses_attention(
     doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
 ) -> Attend:
@@ -31,9 +38,7 @@ def ulysses_attention(
 
     Where cp does not divide the key and value heads, each is repeated to their least common multiple.
     """
-    padding = -sum(doc_lens) % context.size
-    # the padding extends the last document, whose own queries come before it
-    attend_row = packed_attention([*doc_lens[:-1], doc_lens[-1] + padding], device, impl)
+    attend_row = packed_attention(_padded(doc_lens, context), device, impl)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cp, (n, heads, _) = context.size, q.shape
@@ -51,3 +56,22 @@ def ulysses_attention(
         return back.transpose(0, 1).reshape(n, heads, -1)
 
     return attend
+
+
+def ulysses_states(doc_lens: list[int], context: ContextGroup, device: torch.device) -> Mix:
+    """Convolution and recurrence along each document over this rank's slots. cp must divide the number of heads.
+
+    Where cp does not divide the groups, B and C of each are repeated, as keys and values are above. The convolution runs
+    on what was exchanged, for it sees the tokens before. Weights of other ranks' heads get no gradient here.
+    """
+    mix_row = mix_documents(_padded(doc_lens, context), device)
+
+    def mix(layer_idx: int, xbc: Tensor, dt: Tensor, channels: Channels) -> Tensor:
+        cp, n = context.size, len(xbc)
+        repeats = cp // math.gcd(cp, channels.groups)
+        row = exchange(channels.shares(xbc, cp, repeats), context).flatten(0, 1)  # [cp * n, C']
+        steps = exchange(dt.view(n, cp, -1).transpose(0, 1), context).flatten(0, 1)  # [cp * n, heads / cp], float32
+        y = mix_row(layer_idx, row, steps, channels.share(context.rank, cp, repeats))
+        return exchange(y.view(cp, n, -1), context).transpose(0, 1).reshape(n, -1)
+
+    return mix

@@ -40,7 +40,8 @@ def apply_checkpointing(model: Decoder, ac: ActivationCheckpointing, compiled: b
 
         norm       the normed inputs of attention and MLP
         act        the product inside SwiGLU, and silu(gate)
-        attn_proj  q, k, v and all on the way to them, normed input included: repeats norm, projections, rotation
+        attn_proj  q, k, v and all on the way to them, normed input included: repeats norm, projections, rotation; in
+                   state-space layers what the convolution and the gate are made from
         mlp, moe   everything inside the MLP block: repeats it, for experts routing and token exchange included
 
     compiled: whether the layers' parts are compiled. Inside these the compiler decides what is kept of norms and
@@ -57,12 +58,19 @@ def apply_checkpointing(model: Decoder, ac: ActivationCheckpointing, compiled: b
 
 
 def _apply_targets(layer: DecoderLayer, targets: frozenset[str], compiled: bool) -> None:
+    if layer.mixes_tokens:
+        if "attn_proj" in targets:
+            _override(layer, "project", recomputed(layer.project, outputs=True))
+        elif "norm" in targets and not compiled:
+            norm = layer.input_layernorm
+            _override(norm, "forward", recomputed(norm.forward, outputs=True))
+    if layer.has_mlp:
+        _apply_mlp_targets(layer, targets, compiled)
+    _override(layer, "forward", in_scope(layer.forward))
+
+
+def _apply_mlp_targets(layer: DecoderLayer, targets: frozenset[str], compiled: bool) -> None:
     dense = isinstance(layer.mlp, DenseMLP)
-    if "attn_proj" in targets:
-        _override(layer, "project", recomputed(layer.project, outputs=True))
-    elif "norm" in targets and not compiled:
-        norm = layer.input_layernorm
-        _override(norm, "forward", recomputed(norm.forward, outputs=True))
     if targets & {"mlp", "moe"}:
         _override(layer, "mlp_block", recomputed(layer.mlp_block))
     elif not (dense and compiled):
@@ -72,7 +80,6 @@ def _apply_targets(layer: DecoderLayer, targets: frozenset[str], compiled: bool)
         if "act" in targets:
             for holder in _holders(layer.mlp, compiled):
                 _override(holder, "activate", recomputed(holder.activate, outputs=True))
-    _override(layer, "forward", in_scope(layer.forward))
 
 
 def _holders(mlp: DenseMLP | SparseMLP, compiled: bool) -> list[DenseMLP | Experts]:
