@@ -65,7 +65,8 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card 
         "nemotron_h", {**HYBRID, "num_hidden_layers": 6, "hybrid_override_pattern": "ME*-ME", "moe_latent_size": 24}
     ),
     "nemotron_h without latents, in groups": (
-        "nemotron_h", {**HYBRID, "hybrid_override_pattern": "*EM", "n_group": 4, "topk_group": 2, "mamba_n_groups": 1}
+        "nemotron_h", {**HYBRID, "hybrid_override_pattern": "*EM", "n_group": 4, "topk_group": 2, "mamba_n_groups": 1,
+                       "intermediate_size": 0}
     ),
     "nemotron_h without experts": (
         "nemotron_h",
@@ -88,7 +89,9 @@ def reference(path: Path) -> Any:
 
     lm = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager").eval()
     for module in lm.modules():
-        if hasattr(module, "time_step_limit"):  # transformers 5.23 takes the least step of the initialisation for a limit
+        if hasattr(
+            module, "time_step_limit"
+        ):  # transformers 5.23 takes the least step of the initialisation for a limit
             module.time_step_limit = (0.0, math.inf)  # as engines have it, and config.json
     return lm
 

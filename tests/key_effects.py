@@ -13,7 +13,7 @@ from launch.settings import LauncherSettings
 from launch.shapes import Shape
 from prl.config.schema import OptimConfig, RunConfig, SamplingConfig
 from prl.models.families.build import build_decoder
-from prl.models.layers.packed_attention import packed_attention
+from prl.models.layers.documents import attend_documents
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.commands import render_commands
 from prl.planning.model_size import parameter_count
@@ -80,7 +80,9 @@ def logits_of(config: RunConfig) -> list[float]:
     ids = torch.arange(12) % card.vocab_size
     with torch.no_grad():
         return (
-            model.logits(model(ids, torch.arange(12), packed_attention([12], torch.device("cpu")))).flatten().tolist()
+            model.logits(model(ids, torch.arange(12), attend_documents(model.card, [12], torch.device("cpu"))))
+            .flatten()
+            .tolist()
         )
 
 

@@ -173,6 +173,8 @@ PUBLISHED = {  # billions, as model cards on the hub say; without layers that pr
     "deepseek_v3": 671,
     "kimi_k2": 1026,  # "1T"; 32.6 of them active
     "glm_4_7_flash": 30,
+    "nemotron_3_nano": 31.6,  # "30B-A3B"; 3.2 of them active, 3.6 with embeddings
+    "nemotron_3_super": 120.6,  # "120B-A12B"
 }
 CARDS = [name for name in config_groups()["model"] if name != "auto"]
 

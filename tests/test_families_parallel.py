@@ -14,7 +14,8 @@ from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
-FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2", "deepseek_v3")
+FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2", "deepseek_v3", "nemotron_h",
+            "nemotron_h without latents, in groups")  # fmt: skip
 FOUR = ["deployment.num_train_gpus=4"]
 OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}"
 DENSE = {
@@ -32,10 +33,15 @@ SPARSE = DENSE | {
 LATENT_LORA = ["memory=lora", "memory_recipe.lora.targets=[q_b_proj,kv_b_proj,o_proj,experts]",
                "memory_recipe.lora.alpha=32"]  # fmt: skip
 LATENT = SPARSE | {"lora": ("ep2_cp2", [*LATENT_LORA, *FOUR])}
+STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,out_proj,q_proj,up_proj,experts]",
+              "memory_recipe.lora.alpha=32"]  # fmt: skip
+STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {"lora": ("ep2_cp2", [*STATE_LORA, *FOUR])}
 
 
 def cases(name):
     card = family_card(name)
+    if card.state_layers:
+        return STATES
     return LATENT if card.kv_lora_rank else SPARSE if card.num_experts else DENSE
 
 

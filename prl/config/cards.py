@@ -86,7 +86,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get("q_lora_rank", 0) is None:
             facts["q_lora_rank"] = 0
     if family.is_hybrid:
-        facts |= _pattern(config, facts["hybrid_override_pattern"])
+        facts |= _layers(config, facts["hybrid_override_pattern"])
     if "head_dim" not in facts and {"hidden_size", "num_attention_heads"} <= facts.keys():
         facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
     if family.lists_layers and config.get("mlp_layer_types"):
@@ -99,14 +99,22 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return facts | _rotary_facts(config, facts, family)
 
 
+SIZES_OF = {
+    "E": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size",
+          "moe_shared_expert_intermediate_size"),
+    "-": ("intermediate_size",),
+}  # fmt: skip
 LETTERS = {"mamba": "M", "linear_attention": "M", "moe": "E", "attention": "*", "full_attention": "*", "mlp": "-"}
 
 
-def _pattern(config: Mapping[str, Any], silent: str) -> dict[str, Any]:
-    """What layers do, and so how many there are, which is what transformers goes by, too."""
+def _layers(config: Mapping[str, Any], silent: str) -> dict[str, Any]:
+    """What layers do, and so how many there are, which is what transformers goes by, too; and nothing for the sizes of
+    what no layer does, whatever config.json has there.
+    """
     kinds = config.get("layers_block_type") or config.get("layer_types")
     pattern = "".join(LETTERS[kind] for kind in kinds) if kinds else config.get("hybrid_override_pattern") or silent
-    return {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+    unused = (*SIZES_OF["E"] * ("E" not in pattern), *SIZES_OF["-"] * ("-" not in pattern))
+    return {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern), **dict.fromkeys(unused, 0)}
 
 
 def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:

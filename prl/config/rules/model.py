@@ -103,7 +103,9 @@ def _pattern_is_complete(card: ModelCard) -> Iterator[UserError]:
             where=f"model.card.hybrid_override_pattern={as_override(pattern)}, "
             f"model.card.num_hidden_layers={card.num_hidden_layers}",
             why="it has a letter for each layer: M state space, * attention, E experts, - MLP",
-            fix=f"model.card.num_hidden_layers={len(pattern)}" if pattern else "model.card.hybrid_override_pattern=ME*E",
+            fix=f"model.card.num_hidden_layers={len(pattern)}"
+            if pattern
+            else "model.card.hybrid_override_pattern=ME*E",
         )
     sizes = ("mamba_num_heads", "mamba_head_dim", "mamba_n_groups", "ssm_state_size", "conv_kernel")
     lacking = [key for key in sizes if getattr(card, key) == 0] if card.state_layers else []

@@ -148,7 +148,7 @@ def _scan_block(
     ends = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # [R, K, 1]: documents that states belong to
     reading = faded.masked_fill(document != ends[..., None], -torch.inf).exp()  # [R, K, H, Q]
     found = c[:, :, :, None] @ _grouped(states[:, :-1], groups).mT  # [R, K, G, H / G, Q, P]
-    y = (y + _grouped(reading[..., None], groups) * found).flatten(2, 3) # [R, K, H, Q, P]
+    y = (y + _grouped(reading[..., None], groups) * found).flatten(2, 3)  # [R, K, H, Q, P]
     return (y.movedim(2, -2).flatten(1, 2) + d[:, None] * x).to(dtype), states[:, -1]
 
 
