@@ -14,8 +14,15 @@ from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
-FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2", "deepseek_v3", "nemotron_h",
-            "nemotron_h without latents, in groups")  # fmt: skip
+FAMILIES = (
+    "llama3 rope",
+    "glm4_moe",
+    "glm4_moe normed, two shared, in groups",
+    "minimax_m2",
+    "deepseek_v3",
+    "nemotron_h",
+    "nemotron_h without latents, in groups",
+)
 FOUR = ["deployment.num_train_gpus=4"]
 OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}"
 DENSE = {

@@ -1,4 +1,4 @@
-"""State-space layers: the scan against the recurrence, packed documents against each alone, and states in the engine."""
+"""State-space layers: the scan against the recurrence, documents of a row against each alone, states in the engine."""
 
 import pytest
 import torch

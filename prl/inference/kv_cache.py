@@ -28,7 +28,7 @@ class _Content:
 
 
 class KVCache:
-    """k and v are [L, slots, Hkv, max_len, D]; of latent attention k is the latent and the shared key, one head, and v
+    """k, v are [L, slots, Hkv, max_len, D]; of latent attention k is the latent and the shared key, one head, and v
     the part of it that is the latent. A slot is empty, cached (free, with content) or in use. L are the layers with
     attention; `rows` says which one's keys lie where.
 

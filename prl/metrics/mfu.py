@@ -37,9 +37,9 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
     6 FLOPs per active parameter and token. A document of d tokens has d(d+1)/2 causal pairs; QK^T takes 2*head_dim
     FLOPs per pair and head and PV 2*value_dim, three times that with the backward pass. Recomputation does not count
     (PaLM, arXiv:2204.02311, appendix B), nor does padding or attention across documents. Of a frozen model (LoRA) the
-    weights' gradients are not computed, which leaves 4; its adapters, some thousandth of that, are not counted. `layers`
-    are those with attention. A state-space layer takes each token into its state and reads it once: 2 FLOPs a number
-    each, three times that with the backward pass; what its chunks do besides is of the way it is computed.
+    weights' gradients are not computed, which leaves 4; its adapters, some thousandth of that, are not counted.
+    `layers` are those with attention. A state-space layer takes each token into its state and reads it once: 2 FLOPs a
+    number each, three times that with the backward pass; what its chunks do besides is of the way it is computed.
 
     Args:
         doc_lens: tokens of each document.

@@ -138,8 +138,9 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
     """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
     model.dtype. Experts under expert parallelism are sharded over what remains of the island, along a dimension that it
-    divides (`expert_dimension`). What states decay by computes in float32. Activations follow the parameters' dtype from the embedding on; nothing is
-    cast on the way into a layer, for the rotary tables are float32 and long positions need them so.
+    divides (`expert_dimension`). What states decay by computes in float32. Activations follow the parameters' dtype
+    from the embedding on; nothing is cast on the way into a layer, for the rotary tables are float32 and long positions
+    need them so.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config), reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -2,8 +2,8 @@
 
 Adapters of a linear are `lora_a` [r, in] and `lora_b` [out, r] beside its `weight`; those of stacked experts lie beside
 their matrices, one for each expert: `gate_up_lora_a` [E, H, r], `gate_up_lora_b` [E, 2I, r], `down_lora_a` [E, I, r],
-`down_lora_b` [E, H, r] (without a gate `up_lora_a` and `up_lora_b` [E, I, r]). There A is stored transposed, so that dimension 1 of all can be sharded like the experts' own,
-while dimension 0 is the expert group's.
+`down_lora_b` [E, H, r] (without a gate `up_lora_a` and `up_lora_b` [E, I, r]). There A is stored transposed, so that
+dimension 1 of all can be sharded like the experts' own, while dimension 0 is the expert group's.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, int, ExpertCompute], Tensor]
 
 
 class Experts(nn.Module):
-    """Experts, stacked: SwiGLU ones of gate_up_proj [E, 2I, H] and down_proj [E, H, I]; those without a gate have up_proj
-    [E, I, H] instead, and square what is positive.
+    """Experts, stacked: SwiGLU ones of gate_up_proj [E, 2I, H] and down_proj [E, H, I]; those without a gate have
+    up_proj [E, I, H] instead, and square what is positive.
 
     Under expert parallelism the parameters are DTensors over the expert group, and `dispatch` brings the tokens.
     """

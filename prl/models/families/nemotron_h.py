@@ -1,6 +1,6 @@
-"""Nemotron-H (arXiv:2504.03624) and Nemotron 3: layers that do one thing each, as the pattern of the card says: Mamba-2,
-attention without positions, an MLP, or experts chosen by sigmoid scores with a correction, which may work on latents,
-beside a shared one. MLPs and experts have no gate and square their ReLU.
+"""Nemotron-H (arXiv:2504.03624) and Nemotron 3: layers that do one thing each, as the pattern of the card says:
+Mamba-2, attention without positions, an MLP, or experts chosen by sigmoid scores with a correction, which may work on
+latents, beside a shared one. MLPs and experts have no gate and square their ReLU.
 """
 
 from __future__ import annotations

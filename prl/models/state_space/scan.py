@@ -2,8 +2,8 @@
 
 A head carries a state S [P, S] from token to token: S = exp(dt * a) * S + dt * x B^T, and says y = S C + D x. Inside a
 chunk that is attention without a softmax, whose scores C B^T fade with what lies between; between chunks states are
-passed on (section 6 of the paper). Rows are worked through in blocks of chunks: what backward needs of a block, which is
-quadratic in the chunk, is made again from the state that it began with.
+passed on (section 6 of the paper). Rows are worked through in blocks of chunks: what backward needs of a block, which
+is quadratic in the chunk, is made again from the state that it began with.
 
 All of it is in float32 or wider: decays are products of many factors close to one. This is where a kernel will come in,
 with the signature of `scan`.

@@ -1,8 +1,8 @@
 """Context parallelism: one packed row over several ranks.
 
 Every rank of a context group holds the whole micro-batch on the host and takes its share of the tokens to the device.
-What works on single tokens (embedding, norms, MLPs, LM head) then runs on the share alone; only attention and state-space
-layers communicate.
+What works on single tokens (embedding, norms, MLPs, LM head) then runs on the share alone; only attention and
+state-space layers communicate.
 
     shard = shard_row(doc_lens, context, device)
     attend = context_attention(card, doc_lens, context, device)

@@ -61,8 +61,8 @@ def ulysses_attention(
 def ulysses_states(doc_lens: list[int], context: ContextGroup, device: torch.device) -> Mix:
     """Convolution and recurrence along each document over this rank's slots. cp must divide the number of heads.
 
-    Where cp does not divide the groups, B and C of each are repeated, as keys and values are above. The convolution runs
-    on what was exchanged, for it sees the tokens before. Weights of other ranks' heads get no gradient here.
+    Where cp does not divide the groups, B and C of each are repeated, as keys and values are above. The convolution
+    runs on what was exchanged, for it sees the tokens before. Weights of other ranks' heads get no gradient here.
     """
     mix_row = mix_documents(_padded(doc_lens, context), device)
 
