@@ -40,7 +40,7 @@ SPARSE = DENSE | {
 LATENT_LORA = ["memory=lora", "memory_recipe.lora.targets=[q_b_proj,kv_b_proj,o_proj,experts]",
                "memory_recipe.lora.alpha=32"]  # fmt: skip
 LATENT = SPARSE | {"lora": ("ep2_cp2", [*LATENT_LORA, *FOUR])}
-STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,out_proj,q_proj,up_proj,experts]",
+STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,q_proj,up_proj,experts]",
               "memory_recipe.lora.alpha=32"]  # fmt: skip
 STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {"lora": ("ep2_cp2", [*STATE_LORA, *FOUR])}
 

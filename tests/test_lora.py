@@ -6,6 +6,7 @@ import lora_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from families import family_card, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_ranks import ATTENTION, CARDS, LORA, lora_model, sharded_model
@@ -16,11 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from prl.config.errors import UserError
 from prl.config.schema import ActivationCheckpointing, ActivationOffloading, LoraConfig, OptimConfig
-from prl.models.adapters.lora import LoraLinear, apply_lora, is_adapter, merge, merged_parameters
+from prl.models.adapters.lora import LoraLinear, apply_lora, init_adapters, is_adapter, merge, merged_parameters
 from prl.models.adapters.peft import export_adapter, import_adapter
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.experts.dispatch import LocalDispatch
 from prl.models.families.build import build_decoder
+from prl.models.layers.documents import attend_documents
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.memory.recompute import apply_checkpointing
 from prl.trainer.optim import build_optimizers
@@ -206,6 +208,33 @@ def test_peft_reads_the_adapter_to_the_same_logits(exported, kind):
         with loaded.disable_adapter():
             untouched = bare(input_ids=ids[None]).logits[0]
     torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-4)
+    assert (theirs - untouched).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_peft_reads_adapters_of_layers_that_do_one_thing_each(tmp_path):
+    """Of state space, attention, shared and stacked experts without a gate, and the latents of these."""
+    peft = pytest.importorskip("peft")
+    card = family_card("nemotron_h")
+    targets = ("in_proj", "q_proj", "o_proj", "up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj", "experts")
+    lora = LoraConfig(rank=4, alpha=6.0, targets=targets)
+    model = random_model(card, std=0.1)
+    save_checkpoint(hf_tensors(model), tmp_path / "base", card)
+    apply_lora(model, lora, torch.float32)
+    init_adapters(model, 3)
+    for name, param in model.named_parameters():
+        if name.endswith("lora_b"):
+            param.data.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(5))
+    export_adapter(model, card, lora, tmp_path / "adapter", "base", write=True)
+    loaded = peft.PeftModel.from_pretrained(reference(tmp_path / "base"), tmp_path / "adapter")
+    ids = torch.arange(20) * 7 % 256
+    with torch.no_grad():
+        attend = attend_documents(card, [len(ids)], torch.device("cpu"))
+        ours = model.logits(model(ids, torch.arange(len(ids)), attend))
+        theirs = loaded(input_ids=ids[None]).logits[0]
+        with loaded.disable_adapter():
+            untouched = loaded(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
     assert (theirs - untouched).abs().max() > 0.1
 
 

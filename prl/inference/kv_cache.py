@@ -32,8 +32,8 @@ class KVCache:
     the part of it that is the latent. A slot is empty, cached (free, with content) or in use. L are the layers with
     attention; `rows` says which one's keys lie where.
 
-    Of layers with a state (`states`), a slot has the state after its last token alone, not after each. A prefix is found
-    there only if it is all that the slot holds, and a slot that goes on is no longer found.
+    Of layers with a state (`states`), a slot has the state after its last token alone, not after each. A prefix is
+    found there only if it is all that the slot holds, and a slot that goes on is no longer found.
     """
 
     def __init__(self, card: ModelCard, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -69,7 +69,7 @@ ac_keys_take_effect = each_of(
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_LINEARS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-STATE_LINEARS = ("in_proj", "out_proj")
+STATE_LINEARS = ("in_proj",)  # PEFT takes no adapters of out_proj, whose weight fused kernels read by themselves
 LATENT_EXPERT_LINEARS = ("fc1_latent_proj", "fc2_latent_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 

@@ -1,14 +1,14 @@
 """LoRA adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors.
 
 Checked with PEFT 0.21 over transformers 5. Adapters of experts become those of the stacked parameters that transformers
-5 has (`target_parameters`), of which PEFT wraps `gate_up_proj` first and `down_proj` around it: hence `base_layer` in
-the names of the inner one.
+5 has (`target_parameters`), of which PEFT wraps `gate_up_proj` (or `up_proj`) first and `down_proj` around it: hence
+`base_layer` in the names of the inner one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from prl.config.errors import UserError
 from prl.config.schema import LoraConfig, ModelCard
 from prl.models.adapters.lora import EXPERTS, copy_shard, is_adapter, whole_tensor
+from prl.models.experts.stacked import Experts
 from prl.models.names.decoder import to_hf
 from prl.runtime.directory.files import save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-_LAYERS = {"gate_up": "base_layer.", "down": ""}  # around the experts' module, from the inside
+_LAYERS = {"gate_up": "base_layer.", "up": "base_layer.", "down": ""}  # around the experts' module, from the inside
 
 
 def export_adapter(model: nn.Module, card: ModelCard, lora: LoraConfig, path: Path, base: str, write: bool) -> None:
@@ -37,11 +38,21 @@ def export_adapter(model: nn.Module, card: ModelCard, lora: LoraConfig, path: Pa
     if write:
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, path / WEIGHTS, metadata={"format": "pt"})
-        (path / CONFIG).write_text(json.dumps(peft_config(lora, base), indent=1) + "\n")
+        (path / CONFIG).write_text(json.dumps(peft_config(lora, base, _expert_stacks(model, card)), indent=1) + "\n")
 
 
-def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if EXPERTS in lora.targets else None
+def _expert_stacks(model: nn.Module, card: ModelCard) -> list[str]:
+    """transformers' names of the stacks of a layer's experts, from the layer on, those first that PEFT wraps first."""
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            (hf_name, _), *_ = to_hf(f"{name}.weight", torch.empty(0), card)
+            owner = ".".join(hf_name.split(".")[-3:-1])
+            return [f"{owner}.{module.first}_proj", f"{owner}.down_proj"]
+    return []
+
+
+def peft_config(lora: LoraConfig, base: str, stacks: Sequence[str] = ()) -> dict[str, Any]:
+    """stacks: of experts, where `lora` has adapters of them."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -53,7 +64,7 @@ def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": [target for target in lora.targets if target != EXPERTS],
-        "target_parameters": experts,
+        "target_parameters": list(stacks) if EXPERTS in lora.targets else None,
     }
 
 
