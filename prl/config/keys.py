@@ -41,7 +41,7 @@ def as_override(value: Any) -> str:
         value = value.model_dump(exclude_none=True)
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{as_override(inner)}' for key, inner in value.items())}}}"
-    return str(value)
+    return str(value) or "''"
 
 
 def is_group(key: str) -> bool:
