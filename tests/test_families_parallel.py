@@ -8,9 +8,11 @@ import torch.distributed as dist
 from families import family_card
 from test_parallel_equality import LORA, assert_equal, run_worlds
 from tiny import random_model
-from trainer_ranks import Job, run_job
+from trainer_ranks import Job, build_policy, job_mesh, run_job, train_step
 
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.state_space.mixer import Decay
+from prl.trainer.world import build_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
@@ -96,3 +98,16 @@ def alone(root):
 def test_three_steps_equal_one_process(results, alone, name, case):
     plain, lora = alone
     assert_equal(results[name, case], (lora if case == "lora" else plain)[name])
+
+
+def test_decays_compute_in_float32_beside_weights_in_bfloat16(root, alone):
+    job = make_job(root, "nemotron_h", "single", ["model.dtype=bfloat16", "memory=balanced"])
+    policy = build_policy(job, build_world(job_mesh(job), torch.device("cpu")))
+    seen = set()
+    for module in policy.model.modules():
+        if isinstance(module, Decay):
+            module.register_forward_pre_hook(lambda decay, args: seen.add((decay.A_log.dtype, args[0].dtype)))
+    loss, norm = train_step(policy, 1)
+    assert seen == {(torch.float32, torch.bfloat16)}
+    assert loss > 0
+    assert norm > 0

@@ -9,9 +9,10 @@ from prl.config.schema import InferenceConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
+from prl.models.adapters.lora import cast_parameters
 from prl.models.layers.documents import attend_documents
 from prl.models.state_space.documents import mix_documents
-from prl.models.state_space.mixer import Channels, Decay, draw_decay, keeps_float32
+from prl.models.state_space.mixer import Channels, Decay, draw_decay
 from prl.models.state_space.scan import scan, step
 
 CPU = torch.device("cpu")
@@ -111,8 +112,11 @@ def test_what_states_decay_by_begins_as_in_mamba_and_stays_in_float32():
     assert 0.001 <= steps.min() < 0.0015
     assert 0.07 < steps.max() <= 0.1001
     assert -16.01 <= rates.min() < -15 < -1.5 < rates.max() <= -0.999
-    assert keeps_float32(decay)
     assert steps.dtype == torch.float32
+    model = random_model(family_card("nemotron_h"))
+    cast_parameters(model, torch.bfloat16, requires_grad=True)
+    kept = {name for name, param in model.named_parameters() if param.dtype == torch.float32}
+    assert kept == {f"layers.{i}.mamba.decay.{name}" for i in (0, 4) for name in ("A_log", "D", "dt_bias")}
     assert not draw_decay("layers.0.mamba.in_proj.weight", torch.empty(1), torch.Generator())
 
 

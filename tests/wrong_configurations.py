@@ -88,7 +88,7 @@ RL = {
     "model=tiny_nemotron_h memory=lora memory_recipe.lora.targets=[out_proj]": "no LoRA target out_proj",
     "model=tiny_nemotron_h memory=lora memory_recipe.lora.targets=[gate_proj]": "no LoRA target gate_proj",
     "model=tiny_nemotron_h parallelism=cp2_ring": "does not support context parallelism by ring",
-    "model=tiny_nemotron_h parallelism=cp2 model.card.mamba_num_heads=9 model.card.mamba_n_groups=3": "9 heads of state to",
+    "model=tiny_nemotron_h parallelism=cp2 model.card.mamba_num_heads=9 model.card.mamba_n_groups=3": "9 heads of",
     "model.tokenizer=null": "neither a checkpoint nor a tokenizer",
     "name=../../evil": "cannot be the name of a directory",
     "sweep=../..": "cannot be the name of a directory",

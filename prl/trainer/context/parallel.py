@@ -10,9 +10,9 @@ state-space layers communicate.
     row = hidden.new_zeros(T).index_put((shard.index[shard.valid],), f(hidden)[shard.valid])
     loss = loss_of(sum_over_context(row, context))
 
-Rows of any length and documents of any length fit: padding slots repeat a real token, are read by no real one, and must
-stay out of the loss. `ulysses` costs two all-to-alls a layer and needs cp to divide the query heads; `ring` passes keys
-and values cp - 1 times, and pads every document to a multiple of 2 * cp.
+Rows of any length and documents of any length fit: padding slots repeat a real token, are read by no real one, and
+must stay out of the loss. `ulysses` costs two all-to-alls a layer (three with states) and needs cp to divide the query
+heads; `ring` passes keys and values cp - 1 times, and pads every document to a multiple of 2 * cp.
 """
 
 from __future__ import annotations
