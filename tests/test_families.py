@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny import END, VOCAB, random_model
 
 from prl.config import compose
-from prl.config.cards import card_to_hf_config, facts_of
+from prl.config.cards import card_to_hf_config, facts_of, not_built
 from prl.config.families import FAMILIES
 from prl.config.locate import config_groups
 from prl.config.schema import InferenceConfig
@@ -143,6 +143,27 @@ def test_a_silent_config_json_means_what_transformers_takes_it_for():
         assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in lm.parameters()), kind
 
 
+def test_sizes_of_what_no_layer_does_are_not_the_models():
+    """As Nemotron-H-8B's config.json, which says nothing of experts; transformers has defaults for them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    said = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+            "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "attention_head_dim": 128,
+            "intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
+            "n_groups": 8, "conv_kernel": 4, "vocab_size": 131072, "max_position_embeddings": 8192,
+            "mlp_hidden_act": "relu2", "residual_in_fp32": False, "time_step_limit": [0.0, float("inf")],
+            "num_hidden_layers": 52, "layer_norm_epsilon": 1e-5}  # fmt: skip
+    facts = facts_of(said)
+    card = ModelCard(**facts)
+    assert not not_built(said)
+    assert (card.num_experts, card.sparse_layers, len(card.dense_layers), len(card.state_layers)) == (0, [], 24, 24)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**said))
+    assert parameter_count(card) == sum(p.numel() for p in lm.parameters())
+    assert parameter_count(card) / 1e9 == pytest.approx(8.1, rel=0.01)
+    assert not_built(said | {"time_step_limit": [0.001, 0.1]}) == {"time_step_limit": [0.001, 0.1]}
+
+
 def test_every_family_has_layers_and_a_row():
     assert DECODERS.keys() == FAMILIES.keys()
     assert set(get_args(FamilyName)) == {*FAMILIES, "other"}
@@ -152,6 +173,7 @@ def test_every_family_has_layers_and_a_row():
 def test_only_layers_that_predict_further_tokens_are_passed_over():
     name = "model.layers.3.input_layernorm.weight"  # behind the last
     assert build_decoder(family_card("glm4_moe")).locate(name) is None
+    assert build_decoder(family_card("nemotron_h")).locate("mtp.layers.0.eh_proj.weight") is None
     model = build_decoder(family_card("qwen3_moe"))
     with pytest.raises(ValueError, match="has no place"):
         load_weights(model, [*hf_tensors(model), (name, torch.ones(32))])

@@ -213,6 +213,7 @@ FAMILIES: Mapping[str, Family] = {
             "n_shared_experts": (1,),
             "tie_word_embeddings": (False,),
             "sliding_window": (None,),
+            "residual_in_fp32": (False,),
             "time_step_limit": NO_LIMIT,
         },
         writes={
