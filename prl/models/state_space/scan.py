@@ -132,7 +132,7 @@ def _scan_block(
     taken = (x * dt[..., None]).unflatten(1, (-1, chunk)).movedim(2, -2)  # [R, K, H, Q, P]
     b, c = (t.unflatten(1, (-1, chunk)).movedim(2, -2) for t in (b, c))  # [R, K, G, Q, S]
     document = document.unflatten(1, (-1, chunk))[:, :, None]  # [R, K, 1, Q]
-    faded = (dt * a).unflatten(1, (-1, chunk)).movedim(2, -1).cumsum(-1)  # [R, K, H, Q]: since the chunk began
+    faded = _running_sum((dt * a).unflatten(1, (-1, chunk)).movedim(2, -1))  # [R, K, H, Q]: since the chunk began
 
     # within chunks: token q sees token s of its own document, faded by what lies between
     seen = (document[..., :, None] == document[..., None, :]).tril()
@@ -157,12 +157,18 @@ def _grouped(t: Tensor, groups: int) -> Tensor:
     return t.unflatten(2, (groups, -1))
 
 
+def _running_sum(t: Tensor) -> Tensor:
+    """Along the last dimension. torch.cumsum of floats has no deterministic form on GPUs."""
+    size = t.shape[-1]
+    return t @ torch.ones(size, size, dtype=t.dtype, device=t.device).triu()
+
+
 def _carried(left: Tensor, whole: Tensor, last: Tensor, before: Tensor) -> Tensor:
     """The state before the first chunk and after each: [R, K + 1, H, P, S].
 
     left: what came in, and what each chunk leaves behind; whole [R, K, H]: how far a state fades over a chunk.
     """
-    passed = F.pad(whole.double(), (0, 0, 1, 0)).cumsum(1).movedim(1, -1)  # [R, H, K + 1]
+    passed = _running_sum(F.pad(whole.double(), (0, 0, 1, 0)).movedim(1, -1))  # [R, H, K + 1]
     ends = torch.cat([before[:, None, None], last], dim=1).movedim(1, -1)  # [R, 1, K + 1]
     kept = (ends[..., :, None] == ends[..., None, :]).tril()
     fading = (passed[..., :, None] - passed[..., None, :]).masked_fill(~kept, -torch.inf).exp().to(left.dtype)
