@@ -23,7 +23,7 @@ from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_model, load_weights
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.families.build import DECODERS, build_decoder
-from prl.models.layers.packed_attention import packed_attention
+from prl.models.layers.packed_sparse_attention import attend_documents
 from prl.planning.model_size import parameter_count
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def family(request, tmp_path_factory):
 def logits_of(model):
     ids = torch.cat(DOCUMENTS)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return model.logits(model(ids, positions, packed_attention(list(LENGTHS), CPU)))
+    return model.logits(model(ids, positions, attend_documents(model.card, list(LENGTHS), CPU)))
 
 
 def test_logits_and_gradients_are_those_of_transformers(family):
@@ -84,7 +84,7 @@ def test_the_built_in_engine_says_what_the_model_says(family):
         for s in sequences:
             ids = torch.tensor(s.token_ids)
             with torch.no_grad():
-                logits = model.logits(model(ids, torch.arange(len(ids)), packed_attention([len(ids)], CPU)))
+                logits = model.logits(model(ids, torch.arange(len(ids)), attend_documents(card, [len(ids)], CPU)))
             said = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[s.num_prompt - 1 :, 0]
             torch.testing.assert_close(torch.tensor(s.logprobs), said, rtol=1e-5, atol=1e-5)
         prompts = [[*s.token_ids, 7, 8, 9] for s in sequences[::2]]

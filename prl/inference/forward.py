@@ -17,6 +17,7 @@ from prl.config.schema import ModelCard
 from prl.inference.kv_cache import KVCache
 from prl.inference.sampling import SamplingTable
 from prl.inference.sequences import Sequence
+from prl.inference.sparse_attention import CachedSparseAttention
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
 from prl.models.layers.decoder import Decoder
@@ -109,7 +110,11 @@ def prefill(
     input_ids = torch.tensor([t for s in sequences for t in s.token_ids[s.computed :]], device=device)
     positions = torch.tensor([p for s in sequences for p in range(s.computed, len(s.token_ids))], device=device)
     slots = torch.tensor([s.slot for s, n in zip(sequences, lengths, strict=True) for _ in range(n)], device=device)
-    attend = _prefill_attention(cache, _length_classes(sequences, device), slots, positions)
+    attend: Attend
+    if model.card.index_topk:
+        attend = CachedSparseAttention(cache, model.card, slots, positions)
+    else:
+        attend = _prefill_attention(cache, _length_classes(sequences, device), slots, positions)
     hidden = model(input_ids, positions, attend, recorder=recorder)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
     return model.logits(hidden[ends]), routing_pieces(recorder, lengths, model.card)
@@ -141,7 +146,12 @@ class DecodeRows:
 
     def forward(self, model: Decoder, cache: KVCache, recorder: RoutingRecorder | None) -> Tensor:
         """Logits [B, V] after the last token of each row; `positions` move on to the token to be drawn."""
-        hidden = model(self.last_token, self.positions, self._attention(cache), recorder=recorder)
+        attend: Attend
+        if model.card.index_topk:
+            attend = CachedSparseAttention(cache, model.card, self.slots, self.positions)
+        else:
+            attend = self._attention(cache)
+        hidden = model(self.last_token, self.positions, attend, recorder=recorder)
         self.positions += 1
         return model.logits(hidden)
 

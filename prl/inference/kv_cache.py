@@ -28,14 +28,18 @@ class _Content:
 
 class KVCache:
     """k and v are [L, slots, Hkv, max_len, D]; of latent attention k is the latent and the shared key, one head, and v
-    the part of it that is the latent. A slot is empty, cached (free, with content) or in use.
+    the part of it that is the latent. index [layers with an indexer, slots, max_len, J] are indexers' keys. A slot is
+    empty, cached (free, with content) or in use.
     """
 
     def __init__(self, card: ModelCard, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self.latent = card.kv_lora_rank  # 0: keys and values of their own
         heads, dim = card.num_key_value_heads, card.head_dim
         if self.latent:
-            heads, dim = 1, card.cached_per_token
+            heads, dim = 1, card.kv_lora_rank + card.qk_rope_head_dim
+        own = sorted(set(card.choosing_layers)) if card.index_topk else []
+        self.index_rows = {layer: row for row, layer in enumerate(own)}  # layers with an indexer
+        self.index_shape = (len(own), slots, max_len, card.index_head_dim)
         self.shape = (card.num_hidden_layers, slots, heads, max_len, dim)
         self.dtype, self.device, self.slots = dtype, device, slots
         self.in_use: set[int] = set()
@@ -47,12 +51,13 @@ class KVCache:
     def allocate(self) -> None:
         self.k = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         self.v = self.k[..., : self.latent] if self.latent else torch.zeros_like(self.k)
+        self.index = torch.zeros(self.index_shape, dtype=self.dtype, device=self.device)
         self.reset()
 
     def release(self) -> None:
         """Give the memory back (sleep). No slot may be in use; all content is lost."""
         assert not self.in_use
-        self.k = self.v = torch.empty(0, device=self.device)
+        self.k = self.v = self.index = torch.empty(0, device=self.device)
         self.reset()
 
     def reset(self) -> None:
@@ -106,6 +111,7 @@ class KVCache:
         self._forget(slot)
         self.k[:, slot] = 0
         self.v[:, slot] = 0
+        self.index[:, slot] = 0
 
     # --- prefixes -----------------------------------------------------------------------------------------------------
 
@@ -136,6 +142,7 @@ class KVCache:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The KV of the first tokens of one slot to another."""
         self.k[:, target, :, :tokens] = self.k[:, source, :, :tokens]
+        self.index[:, target, :tokens] = self.index[:, source, :tokens]
         if not self.latent:
             self.v[:, target, :, :tokens] = self.v[:, source, :, :tokens]
 

@@ -13,7 +13,8 @@ def parameter_count(card: ModelCard) -> int:
     experts = card.num_experts * (_mlp(card, card.moe_intermediate_size) + hidden)
     norms = (2 * layers + 1) * hidden
     mlps = sparse * (experts + _shared(card)) + (layers - sparse) * _mlp(card, card.intermediate_size)
-    return layers * _attention(card) + mlps + norms + embeddings
+    indexers = len(set(card.choosing_layers)) * _indexer(card) if card.index_topk else 0
+    return layers * _attention(card) + indexers + mlps + norms + embeddings
 
 
 def active_parameters(card: ModelCard) -> int:
@@ -41,6 +42,12 @@ def _attention(card: ModelCard) -> int:
     norms = {"none": 0, "head": 2 * card.head_dim, "all": q + kv}[family.qk_norm if family else "none"]
     biases = q + 2 * kv + (card.hidden_size if family and family.output_bias else 0)
     return _projections(card) + norms * card.use_qk_norm + biases * card.attention_bias
+
+
+def _indexer(card: ModelCard) -> int:
+    """Of sparse attention: queries, one key with its norm, and weights of its heads."""
+    queries, dim = card.q_lora_rank * card.index_n_heads * card.index_head_dim, card.index_head_dim
+    return queries + card.hidden_size * (dim + card.index_n_heads) + 2 * dim
 
 
 def _projections(card: ModelCard) -> int:

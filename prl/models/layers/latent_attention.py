@@ -39,12 +39,16 @@ class LatentAttention(nn.Module):
 
         Expanded: q and k [N, Hq, D], v [N, Hq, V]. Absorbed: q [N, Hq, C + R], k [N, 1, C + R], v [N, 1, C].
         """
-        q, latent, shared = self.compress(x, cos, sin)
+        q, latent, shared = self.compress(x, self.q_latent(x), cos, sin)
         return self.absorb(q, latent, shared) if self.absorbed else self.expand(q, latent, shared)
 
-    def compress(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def q_latent(self, x: Tensor) -> Tensor:
+        """x [N, H] -> what queries are made from, [N, Q]; x itself where they have no latent."""
+        return self.q_a_layernorm(self.q_a_proj(x)) if hasattr(self, "q_a_proj") else x
+
+    def compress(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, H] -> q [N, Hq, D] turned, the latent [N, C] normed, the shared key [N, 1, R] turned."""
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if hasattr(self, "q_a_proj") else self.q_proj(x)
+        q = self.q_b_proj(q_latent) if hasattr(self, "q_b_proj") else self.q_proj(q_latent)
         still, turning = q.view(len(x), -1, self.head_dim).split([self.nope, self.rope], dim=-1)
         q = torch.cat([still, rotate_pairs(turning, cos, sin)], dim=-1)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
