@@ -70,7 +70,7 @@ def attend_in_shards(case: Case, context: ContextGroup, device: torch.device) ->
     shard = shard_row(list(case.doc_lens), context, device)
     local = [t.to(device)[shard.index] for t in attention_inputs(case)]
     local[3] = local[3] * shard.valid[:, None, None]  # padding takes no part in a loss
-    attend = context_attention(list(case.doc_lens), context, device)
+    attend = context_attention(moe_card(), list(case.doc_lens), context, device)
     parts = run_attention(case, attend, tuple(local), recompute=case.kv_heads == 1)
     return {"index": shard.index.cpu(), "valid": shard.valid.cpu(), "parts": [part.cpu() for part in parts]}
 
@@ -88,7 +88,7 @@ def train_model(case: Case, context: ContextGroup | None, device: torch.device) 
         shard = shard_row(list(case.doc_lens), context, device)
         mine = shard.index[shard.valid]
         head = logprob_head(shard.valid.nonzero().squeeze(1), following[mine], 1.0, "disabled")
-        attend = context_attention(list(case.doc_lens), context, device)
+        attend = context_attention(model.card, list(case.doc_lens), context, device)
         local, _ = model(ids[shard.index], positions[shard.index], attend, head=head)
         logp = sum_over_context(local.new_zeros(case.tokens).index_put((mine,), local), context)
     loss = -(logp * logp.detach().exp()).mean()

@@ -199,7 +199,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="none",
         output_bias=True,
         corrected=True,
-        cp_styles=(),
+        cp_styles=("gather",),
         ac_targets=GATED_EXPERTS,
     ),
     "glm_moe_dsa": Family(
@@ -239,7 +239,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="none",
         output_bias=True,
         corrected=True,
-        cp_styles=(),
+        cp_styles=("gather",),
         ac_targets=GATED_EXPERTS,
     ),
 }

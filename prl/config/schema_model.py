@@ -22,7 +22,7 @@ FamilyName = Literal[
     "llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32",
     "glm_moe_dsa", "other",
 ]  # fmt: skip
-CpStyle = Literal["ulysses", "ring"]
+CpStyle = Literal["ulysses", "ring", "gather"]
 
 
 class RopeScaling(BaseModel):

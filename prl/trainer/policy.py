@@ -17,7 +17,8 @@ from prl.metrics.mfu import packed_flops
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
-from prl.models.layers.packed_attention import activate_attention, packed_attention
+from prl.models.layers.packed_attention import activate_attention
+from prl.models.layers.packed_sparse_attention import attend_documents
 from prl.planning.vllm_arguments import engine_share
 from prl.trainer.compilation import CompileClock
 from prl.trainer.context.parallel import ContextGroup, context_attention, shard_row, sum_over_context
@@ -85,7 +86,7 @@ class Policy:
         trains = bool(micro.loss_mask.any())
         if self.context is None:
             self.balance.expect(trains)
-            attend = packed_attention(doc_lens, device, self.config.model.attn)
+            attend = attend_documents(self.config.model.card, doc_lens, device, self.config.model.attn)
             kept = _kept_sets(micro, rows, device)
             return TokenStats(
                 rows,
@@ -93,7 +94,7 @@ class Policy:
             )
         shard = shard_row(doc_lens, self.context, device)
         self.balance.expect(trains, shard.valid)
-        attend = context_attention(doc_lens, self.context, device, self.config.model.attn)
+        attend = context_attention(self.config.model.card, doc_lens, self.context, device, self.config.model.attn)
         trained = (
             torch.from_numpy(micro.loss_mask).to(device).roll(-1)
         )  # whether the token after this one is; row 0 is not

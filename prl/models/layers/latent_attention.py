@@ -34,7 +34,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope + self.value_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.value_dim, card.hidden_size, bias=card.attention_bias)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """x [N, H] -> what `Attend` wants, with C numbers of the latent and R of the shared key in a token.
 
         Expanded: q and k [N, Hq, D], v [N, Hq, V]. Absorbed: q [N, Hq, C + R], k [N, 1, C + R], v [N, 1, C].

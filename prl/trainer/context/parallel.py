@@ -4,14 +4,14 @@ Every rank of a context group holds the whole micro-batch on the host and takes 
 What works on single tokens (embedding, norms, MLPs, LM head) then runs on the share alone; only attention communicates.
 
     shard = shard_row(doc_lens, context, device)
-    attend = context_attention(doc_lens, context, device)
+    attend = context_attention(card, doc_lens, context, device)
     hidden = model(input_ids[shard.index], positions[shard.index], attend)
     row = hidden.new_zeros(T).index_put((shard.index[shard.valid],), f(hidden)[shard.valid])
     loss = loss_of(sum_over_context(row, context))
 
 Rows of any length and documents of any length fit: padding slots repeat a real token, are read by no real one, and must
 stay out of the loss. `ulysses` costs two all-to-alls a layer and needs cp to divide the query heads; `ring` passes keys
-and values cp - 1 times, and pads every document to a multiple of 2 * cp.
+and values cp - 1 times, and `gather`, that of sparse attention, gathers them: both pad documents to multiples of 2 * cp.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prl.config.schema import ModelCard
 from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import AttentionImpl
+from prl.trainer.context.gather import GatheredSparseAttention
 from prl.trainer.context.group import ContextGroup, sum_over_context
 from prl.trainer.context.ring_attention import ring_attention, zigzag_positions
 from prl.trainer.context.ulysses import chunk_positions, ulysses_attention
@@ -40,7 +42,7 @@ class TokenShard:
 
 def shard_row(doc_lens: list[int], context: ContextGroup, device: torch.device) -> TokenShard:
     """Which tokens of a row with documents of these lengths (each at least 1) this rank holds, in which order."""
-    if context.style == "ring":
+    if context.style in ("ring", "gather"):
         index, valid = zigzag_positions(doc_lens, context)
     else:
         index, valid = chunk_positions(sum(doc_lens), context)
@@ -48,13 +50,15 @@ def shard_row(doc_lens: list[int], context: ContextGroup, device: torch.device) 
 
 
 def context_attention(
-    doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
+    card: ModelCard, doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
 ) -> Attend:
     """Causal attention inside each document, on the slots of `shard_row`: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
     A collective: every rank of the group calls it for the same layers in the same order, and so in backward. `impl` is
     that of `packed_attention`, for ulysses; the ring needs the log-sum-exp and always runs the flash kernels on GPUs.
     """
+    if context.style == "gather":
+        return GatheredSparseAttention(doc_lens, card, context, device)
     if context.style == "ring":
         return ring_attention(doc_lens, context, device)
     return ulysses_attention(doc_lens, context, device, impl)
