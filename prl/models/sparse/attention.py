@@ -28,9 +28,7 @@ class _SparseAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> Tensor:
         q, latents = q.contiguous(), latents.contiguous()
         if _runs_kernels(q):
-            from prl.models.sparse.attention_kernels import forward
-
-            out, lse = forward(q, latents, chosen, values, scale)
+            out, lse = _kernel_forward(q, latents, chosen, values, scale)
         else:
             out, lse = _plain_forward(q, latents, chosen, values, scale)
         ctx.save_for_backward(q, latents, chosen, out, lse)
@@ -54,6 +52,13 @@ class _SparseAttention(torch.autograd.Function):
 def _runs_kernels(q: Tensor) -> bool:
     """Those of Triton want powers of two: 16 heads at least, a rotated part of 16 at least."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _kernel_forward(q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> tuple[Tensor, Tensor]:
+    from prl.models.sparse import attention_kernels, flashmla
+
+    kernels = flashmla if flashmla.fits(q, chosen, values) else attention_kernels
+    return kernels.forward(q, latents, chosen, values, scale)
 
 
 def _blocks(q: Tensor, chosen: Tensor, width: int) -> Iterator[slice]:
