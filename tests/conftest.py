@@ -21,15 +21,6 @@ def pytest_cmdline_main(config):
         tiers.choose(config)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """What shares a fixture of its module runs in one process of xdist (--dist loadgroup), where it is made once."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(definitions[-1].scope == "module" for definitions in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
 @pytest.hookimpl(optionalhook=True)  # xdist's
 def pytest_configure_node(node):
     node.workerinput["markexpr"] = node.config.option.markexpr

@@ -19,6 +19,7 @@ from prl.models.fp8.linears import (
     fp8_linears,
     fp8_linears_backward,
 )
+from prl.models.layers.mlp import Router
 from prl.models.layers.packed_attention import packed_attention
 
 EPS = 2**-4  # half the distance of neighbouring e4m3 values, relative to them
@@ -255,7 +256,8 @@ def test_apply_swaps_linears_and_experts_and_nothing_else():
     assert kinds["layers.0.self_attn.q_proj"] is Fp8Linear
     assert kinds["layers.0.self_attn"] is Fp8Attention
     assert kinds["layers.1.mlp.experts"] is Fp8Experts
-    assert kinds["layers.1.mlp.gate"] is kinds["lm_head"] is nn.Linear
+    assert kinds["layers.1.mlp.gate"] is Router
+    assert kinds["lm_head"] is nn.Linear
     assert {name for name, _ in model.named_parameters()} == names
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny import moe_card, random_model
 
+from prl.config.schema import LoraConfig
+from prl.models.adapters.lora import apply_lora
 from prl.models.experts.routing import router_logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -49,3 +51,18 @@ def test_the_card_says_whether_logits_are_rounded(router_dtype: str, rounds: boo
 def test_float32_models_route_as_before() -> None:
     x, weight = torch.randn(6, 16), torch.randn(4, 16)
     assert torch.equal(router_logits(x, weight), x @ weight.t())
+
+
+def test_adapters_of_the_router_are_learned() -> None:
+    model = random_model(moe_card(), std=0.1)
+    apply_lora(model, LoraConfig(rank=2, targets=("gate",)), torch.float32)
+    mlp = model.layers[0].mlp
+    torch.manual_seed(0)
+    for name, param in mlp.gate.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(param)
+    weights, _ = mlp.route(torch.randn(6, mlp.gate.weight.shape[1]), None)
+    weights[:, 0].sum().backward()
+    adapters = {name: param.grad for name, param in mlp.gate.named_parameters() if "lora" in name}
+    assert len(adapters) == 2
+    assert all(grad is not None and grad.abs().max() > 0 for grad in adapters.values())

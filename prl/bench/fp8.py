@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prl.bench.fp8_losses import compare_losses
+from prl.bench.measurement import time_mean
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import ModelCard, RunConfig
@@ -36,7 +36,6 @@ from prl.models.fp8.cast import cast, cast_blocks
 from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.gemm import deep_gemm
 from prl.models.fp8.linears import fp8_linears
-from prl.trainer.loops.rl_step import wait_for
 
 REPEATS = 10
 LOSS_STEPS = 50
@@ -70,19 +69,7 @@ def time_passes(run: Run, leaves: Tensors, grads: Tensors) -> tuple[float, float
     def both() -> None:
         torch.autograd.grad(run(*leaves), leaves, grads)
 
-    return time_mean(lambda: run(*leaves), leaves[0].device), time_mean(both, leaves[0].device)
-
-
-def time_mean(work: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds; the host runs ahead, as in training."""
-    for _ in range(3):
-        work()
-    wait_for(device)
-    start_s = time.perf_counter()
-    for _ in range(REPEATS):
-        work()
-    wait_for(device)
-    return (time.perf_counter() - start_s) / REPEATS * 1e3
+    return time_mean(lambda: run(*leaves), leaves[0].device, REPEATS), time_mean(both, leaves[0].device, REPEATS)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -205,7 +192,7 @@ def measure_casts(tokens: int, k: int, place: dict[str, Any]) -> dict[str, Any]:
     return {
         "differing": [float((a.values.cpu().float() != b.values.float()).float().mean()) for a, b in pairs],
         "scales": [relative(a.scales.cpu(), b.scales) for a, b in pairs],
-        "gb_per_s": {name: moved / time_mean(work, x.device) / 1e6 for name, (work, moved) in casts.items()},
+        "gb_per_s": {name: moved / time_mean(work, x.device, REPEATS) / 1e6 for name, (work, moved) in casts.items()},
     }
 
 

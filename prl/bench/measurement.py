@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -130,3 +131,15 @@ def summarise_ranks(ranks: list[dict[str, Any]], peak: float, formula: str) -> d
 
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def time_mean(work: Callable[[], Any], device: torch.device, repeats: int, warm_up: int = 3) -> float:
+    """Milliseconds of one call; the host runs ahead, as in training."""
+    for _ in range(warm_up):
+        work()
+    wait_for(device)
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    wait_for(device)
+    return (time.perf_counter() - start_s) / repeats * 1e3

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from prl.bench.measurement import time_mean
 from prl.models.layers.packed_attention import packed_attention
 from prl.models.sparse.attention import sparse_attention
 from prl.models.sparse.choice import choose_keys
+
+REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -39,29 +40,13 @@ ON_A_GPU = Sizes(64, 512, 64, 32, 128, 2048, 256, "cuda", torch.bfloat16)
 ON_A_CPU = Sizes(4, 32, 16, 4, 16, 64, 32, "cpu", torch.float32)
 
 
-def seconds(work: Callable[[], Any], device: str, repeats: int = 2) -> float:
-    """Of one call, behind a first that is not counted."""
-    work()
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    _wait(device)
-    return (time.perf_counter() - start) / repeats
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def both_ways(attend: Callable[..., Tensor], inputs: list[Tensor], device: str) -> tuple[float, float]:
-    """Seconds forward and backward."""
+def both_ways(attend: Callable[..., Tensor], inputs: list[Tensor], device: torch.device) -> tuple[float, float]:
+    """Milliseconds forward and backward."""
     inputs = [tensor.requires_grad_() for tensor in inputs]
-    forward = seconds(lambda: attend(*inputs), device)
+    forward = time_mean(lambda: attend(*inputs), device, REPEATS, 1)
     out = attend(*inputs)
     grad = torch.randn_like(out)
-    return forward, seconds(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), device)
+    return forward, time_mean(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), device, REPEATS, 1)
 
 
 def measure(tokens: int, sizes: Sizes) -> str:
@@ -74,25 +59,26 @@ def measure(tokens: int, sizes: Sizes) -> str:
     index = (random(tokens, sizes.index_heads, sizes.index_dim), random(tokens, sizes.index_heads))
     keys = random(tokens, sizes.index_dim)
     low = torch.zeros_like(high)
-    choice = seconds(lambda: choose_keys(*index, keys, low, high, sizes.count), sizes.device, 1)
+    device = torch.device(sizes.device)
+    choice = time_mean(lambda: choose_keys(*index, keys, low, high, sizes.count), device, 1, 1)
     chosen = choose_keys(*index, keys, low, high, sizes.count)
     width = sizes.values + sizes.turned
     sparse = both_ways(
         lambda q, latents: sparse_attention(q, latents, chosen, sizes.values, width**-0.5),
         [random(tokens, sizes.heads, width), random(tokens, width)],
-        sizes.device,
+        device,
     )
     products = int((chosen >= 0).sum()) * sizes.heads * (width + sizes.values) * 2
     gc.collect()
-    dense_attend = packed_attention([tokens], torch.device(sizes.device))
+    dense_attend = packed_attention([tokens], device)
     dense = both_ways(
         lambda q, k, v: dense_attend(0, q, k, v),
         [random(tokens, sizes.heads, sizes.dense_dim) for _ in range(3)],
-        sizes.device,
+        device,
     )
-    rates = products / sparse[0] / 1e12, 2.5 * products / sparse[1] / 1e12
+    rates = products / sparse[0] / 1e9, 2.5 * products / sparse[1] / 1e9
     figures = (choice, sparse[0], dense[0], sparse[1], dense[1])
-    return f"{tokens:9,}  " + "  ".join(f"{1e3 * s:10.1f}" for s in figures) + "".join(f"  {r:10.3g}" for r in rates)
+    return f"{tokens:9,}  " + "  ".join(f"{ms:10.1f}" for ms in figures) + "".join(f"  {r:10.3g}" for r in rates)
 
 
 def main() -> None:

@@ -27,6 +27,13 @@ class DenseMLP(nn.Module):
         return F.silu(gate) * up
 
 
+class Router(nn.Linear):
+    """Its logits are not rounded to x's dtype; with adapters (LoRA) in its place they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return router_logits(x, self.weight)
+
+
 class SparseMLP(nn.Module):
     """A router over stacked SwiGLU experts, and experts that every token sees.
 
@@ -37,8 +44,8 @@ class SparseMLP(nn.Module):
     def __init__(self, card: ModelCard, layer_idx: int, choice: Choice, corrected: bool = False) -> None:
         super().__init__()
         self.layer_idx, self.choice, self.corrected = layer_idx, choice, corrected
-        self.exact_logits = card.router_dtype == "float32"
-        self.gate = nn.Linear(card.hidden_size, card.num_experts, bias=False)
+        router = Router if card.router_dtype == "float32" else nn.Linear
+        self.gate = router(card.hidden_size, card.num_experts, bias=False)
         self.experts = Experts(card.num_experts, card.hidden_size, card.moe_intermediate_size)
         self.shared_experts = (
             DenseMLP(card.hidden_size, card.n_shared_experts * card.moe_intermediate_size)
@@ -61,6 +68,5 @@ class SparseMLP(nn.Module):
 
     def route(self, x: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [N, H] -> mixing weights [N, K], experts [N, K]."""
-        logits = router_logits(x, self.gate.weight) if self.exact_logits else self.gate(x)
-        weights, experts = route(logits, self.choice, replayed, self.router_bias)
+        weights, experts = route(self.gate(x), self.choice, replayed, self.router_bias)
         return weights.to(x.dtype), experts

@@ -27,7 +27,7 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> Tensor:
         q, latents = q.contiguous(), latents.contiguous()
-        if _runs_kernels(q):
+        if _runs_kernels(q, values):
             out, lse = _kernel_forward(q, latents, chosen, values, scale)
         else:
             out, lse = _plain_forward(q, latents, chosen, values, scale)
@@ -40,7 +40,7 @@ class _SparseAttention(torch.autograd.Function):
         q, latents, chosen, out, lse = ctx.saved_tensors
         dout = grads[0].contiguous()
         exactly = torch.are_deterministic_algorithms_enabled()
-        if _runs_kernels(q):
+        if _runs_kernels(q, out.shape[2]):
             from prl.models.sparse.attention_kernels import backward
 
             dq, dlatents = backward(dout, q, latents, chosen, out, lse, ctx.scale, exactly)
@@ -49,9 +49,10 @@ class _SparseAttention(torch.autograd.Function):
         return dq, dlatents.to(latents.dtype), None, None, None
 
 
-def _runs_kernels(q: Tensor) -> bool:
-    """Those of Triton want powers of two: 16 heads at least, a rotated part of 16 at least."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+def _runs_kernels(q: Tensor, values: int) -> bool:
+    """Triton's blocks are powers of two, 16 at least, and here as wide as both parts of a latent."""
+    narrow = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return narrow and all(part >= 16 and part & (part - 1) == 0 for part in (values, q.shape[2] - values))
 
 
 def _kernel_forward(q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = 1.4426950408889634
 HEADS = 64  # of one program
 KEYS = 64  # of one step of a program
 QUERIES_BYTES = 1 << 30  # of the probabilities and gradients of scores that one block of queries has

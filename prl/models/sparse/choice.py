@@ -19,10 +19,11 @@ SCORES_BYTES = 256 << 20  # of one block of scores, float32: queries are taken i
 def choose_keys(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
     """q [N, J, D], weights [N, J], k [S, D], low and high [N] -> [N, count] int32: rows of k, then -1.
 
-    Raises ValueError for a query that may see no key.
+    Every query sees a key at least; on a CPU, ValueError for one that sees none.
     """
     low, high = low.to(torch.int32), high.to(torch.int32)
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    dim = q.shape[2]  # Triton's blocks are powers of two, 16 at least
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dim >= 16 and dim & (dim - 1) == 0:
         from prl.models.sparse.choice_kernels import choose
 
         return choose(q, weights.float(), k, low, high, count, SCORES_BYTES)
