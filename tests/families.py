@@ -68,7 +68,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card 
 def family_card(name: str, **changes: Any) -> ModelCard:
     """A tiny card by its id in `SIZES`."""
     family, sizes = SIZES[name]
-    usual = {"ac_targets": FAMILIES[family].ac_targets}
+    usual = {"ac_targets": FAMILIES[family].ac_targets, "cp_styles": FAMILIES[family].cp_styles}
     return ModelCard(**{"family": family, **BASE, **usual, **sizes, **changes})
 
 

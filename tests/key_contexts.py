@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prl.config.families import LATENT
+from prl.config.families import INDEX, LATENT
 from prl.config.keys import schema_keys
 
 VLLM = ("inference=vllm", "deployment.num_infer_gpus=4")
@@ -39,6 +39,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.card.router_dtype": ("rl", ("model.dtype=bfloat16",)),
     "model.card.partial_rotary_factor": ("rl", ("model=tiny_glm4_moe",)),
     **{f"model.card.{key}": ("rl", ("model=tiny_deepseek_v3",)) for key in LATENT},
+    **{f"model.card.{key}": ("rl", ("model=tiny_glm_moe_dsa",)) for key in (*INDEX, "shared_index_layers")},
     "model.card.cp_styles": ("rl", ("parallelism=cp2",)),
     "model.card.ac_targets": ("rl", ("memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[moe]")),
     "model.router_bias_update_rate": ("sft", ()),
@@ -107,6 +108,7 @@ OTHERS = {
     "model.card.qk_nope_head_dim": "16",
     "model.card.qk_rope_head_dim": "32",
     "model.card.v_head_dim": "16",
+    "model.card.shared_index_layers": "[1]",
     "model.card.rope_scaling": "{rope_type: linear, factor: 2.0}",
     "model.card.cp_styles": "[ring]",
     "model.card.ac_targets": "[norm]",

@@ -33,7 +33,7 @@ from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.device import pick_device
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.decoder import Decoder
-from prl.models.layers.packed_attention import packed_attention
+from prl.models.layers.packed_sparse_attention import attend_documents
 from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import load_tokenizer
 from prl.planning.vllm_arguments import cpu_arguments
@@ -134,7 +134,7 @@ def score(model: Decoder, sampled: list[Sampled], replay: bool) -> tuple[Tensor,
     targets = torch.cat([torch.arange(len(s.token_ids)) >= s.num_prompt for s in sampled]).nonzero()[:, 0].to(device)
     recorder = RoutingRecorder(given=routed if replay else None)
     head = logprob_head(targets - 1, input_ids[targets], 1.0, "disabled")
-    attend = packed_attention(lengths, device)
+    attend = attend_documents(model.card, lengths, device)
     logp, _ = model(input_ids, positions, attend, head=head, recorder=recorder)
     return logp.cpu(), recorder.stacked(model.card)[targets - 1].cpu()
 

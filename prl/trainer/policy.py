@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import OptimConfig, RunConfig
-from prl.config.world import takes_turns
+from prl.config.world import context_style, takes_turns
 from prl.metrics.mfu import packed_flops
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.routing import RoutingRecorder
@@ -189,7 +189,7 @@ def context_group(config: RunConfig, world: World) -> ContextGroup | None:
     if world.cp == 1:
         return None
     mesh = world.data["cp"]
-    return ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), config.parallelism.cp_style)
+    return ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), context_style(config))
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:

@@ -93,7 +93,9 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, requires_grad: bool) -
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(param) not in cast:
-                cast[id(param)] = nn.Parameter(param.data.to(dtype), requires_grad=requires_grad)
+                cast[id(param)] = nn.Parameter(
+                    param.data.to(dtype), requires_grad=requires_grad and param.requires_grad
+                )
             module.register_parameter(name, cast[id(param)])
 
 

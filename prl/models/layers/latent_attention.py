@@ -76,8 +76,15 @@ class LatentAttention(nn.Module):
 
     def of_heads(self) -> tuple[Tensor, Tensor]:
         """The matrices that make keys [Hq, D - R, C] and values [Hq, V, C] of the latent."""
-        weight = self.kv_b_proj.weight.view(-1, self.nope + self.value_dim, self.rank)
+        plain = type(self.kv_b_proj) is nn.Linear  # and not one with adapters, or in FP8
+        weight = self.kv_b_proj.weight if plain else self._measured()
+        weight = weight.view(-1, self.nope + self.value_dim, self.rank)
         return weight[:, : self.nope], weight[:, self.nope :]
+
+    def _measured(self) -> Tensor:
+        """The matrix that kv_b_proj multiplies by: what it makes of the unit vectors."""
+        weight = self.kv_b_proj.weight
+        return self.kv_b_proj(torch.eye(self.rank, dtype=weight.dtype, device=weight.device)).t()
 
 
 def _scale(card: ModelCard) -> float:

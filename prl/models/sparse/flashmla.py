@@ -1,5 +1,5 @@
-"""FlashMLA's sparse forward pass, which the CUDA wheels of vLLM bring along: twice as fast as the one here on Hopper, and
-without a backward pass.
+"""FlashMLA's sparse forward pass, which the CUDA wheels of vLLM bring along: twice as fast as the one here on Hopper,
+and without a backward pass.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ What works on single tokens (embedding, norms, MLPs, LM head) then runs on the s
 
 Rows of any length and documents of any length fit: padding slots repeat a real token, are read by no real one, and must
 stay out of the loss. `ulysses` costs two all-to-alls a layer and needs cp to divide the query heads; `ring` passes keys
-and values cp - 1 times, and `gather`, that of sparse attention, gathers them: both pad documents to multiples of 2 * cp.
+and values cp - 1 times; `gather`, that of sparse attention, gathers latents. Both pad documents to multiples of 2 * cp.
 """
 
 from __future__ import annotations
