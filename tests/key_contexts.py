@@ -40,7 +40,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.card.partial_rotary_factor": ("rl", ("model=tiny_glm4_moe",)),
     **{f"model.card.{key}": ("rl", ("model=tiny_deepseek_v3",)) for key in LATENT},
     **{f"model.card.{key}": ("rl", ("model=tiny_glm_moe_dsa",)) for key in (*INDEX, "shared_index_layers")},
-    "model.card.cp_styles": ("rl", ("parallelism=cp2",)),
+    "model.card.cp_styles": ("rl", ("parallelism=cp2", "parallelism.cp_style=ulysses")),
     "model.card.ac_targets": ("rl", ("memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[moe]")),
     "model.router_bias_update_rate": ("sft", ()),
     "memory_recipe.ac.freq": ("rl", ("memory_recipe.ac.mode=full",)),

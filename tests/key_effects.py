@@ -13,7 +13,7 @@ from launch.settings import LauncherSettings
 from launch.shapes import Shape
 from prl.config.schema import OptimConfig, RunConfig, SamplingConfig
 from prl.models.families.build import build_decoder
-from prl.models.layers.packed_attention import packed_attention
+from prl.models.layers.packed_sparse_attention import attend_documents
 from prl.planning import make_plan, warm_start_plan
 from prl.planning.commands import render_commands
 from prl.planning.model_size import parameter_count
@@ -77,11 +77,10 @@ def logits_of(config: RunConfig) -> list[float]:
     model = build_decoder(card)
     model.init_weights(torch.Generator().manual_seed(config.model.init_seed), 0.1)
     model.to(getattr(torch, config.model.dtype))
-    ids = torch.arange(12) % card.vocab_size
+    tokens = torch.arange(24)  # more than the keys that sparse attention sees
     with torch.no_grad():
-        return (
-            model.logits(model(ids, torch.arange(12), packed_attention([12], torch.device("cpu")))).flatten().tolist()
-        )
+        hidden = model(tokens % card.vocab_size, tokens, attend_documents(card, [24], torch.device("cpu")))
+    return model.logits(hidden).flatten().tolist()
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -97,7 +97,10 @@ RULES = {
         ["parallelism.cp=8", "parallelism.cp_style=ulysses", "parallelism.dp_shard=1"],
         "parallelism.cp=4 or parallelism.cp_style",
     ),
-    "ring only": (["parallelism.cp=2", "model.card.cp_styles=[ring]"], "parallelism.cp_style=ring"),
+    "ring only": (
+        ["parallelism.cp=2", "parallelism.cp_style=ulysses", "model.card.cp_styles=[ring]"],
+        "parallelism.cp_style=ring",
+    ),
     "rows over cp": (["parallelism.cp=4", "seq_len=1020"], "seq_len=1024"),
     "fp8 wants bfloat16": (["model=qwen3_4b", "model.fp8=deep_gemm", "model.dtype=float32"], "model.dtype=bfloat16"),
     "fp8 in blocks": (["model.fp8=deep_gemm", "model.dtype=bfloat16"], "model.fp8=none"),

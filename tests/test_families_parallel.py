@@ -14,7 +14,8 @@ from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
-FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2", "deepseek_v3")
+FAMILIES = ("llama3 rope", "glm4_moe", "glm4_moe normed, two shared, in groups", "minimax_m2", "deepseek_v3",
+            "glm_moe_dsa shared choices")  # fmt: skip
 FOUR = ["deployment.num_train_gpus=4"]
 OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}"
 DENSE = {
@@ -32,10 +33,16 @@ SPARSE = DENSE | {
 LATENT_LORA = ["memory=lora", "memory_recipe.lora.targets=[q_b_proj,kv_b_proj,o_proj,experts]",
                "memory_recipe.lora.alpha=32"]  # fmt: skip
 LATENT = SPARSE | {"lora": ("ep2_cp2", [*LATENT_LORA, *FOUR])}
+# keys are gathered, whatever cp_style is said: there is no other way
+GATHERED = {case: job for case, job in LATENT.items() if case != "cp2_ring"} | {
+    "ep2": ("ep2", ["memory=selective", "memory_recipe.optim_cpu_offload=full"]),  # of which indexers are no part
+}
 
 
 def cases(name):
     card = family_card(name)
+    if card.index_topk:
+        return GATHERED
     return LATENT if card.kv_lora_rank else SPARSE if card.num_experts else DENSE
 
 

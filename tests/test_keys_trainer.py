@@ -167,7 +167,7 @@ def test_fp8_takes_the_place_of_linears(world, model_path):
 def test_attn_asks_for_its_kernels(policy_of, monkeypatch):
     asked = []
     monkeypatch.setattr(policy_module, "activate_attention", asked.append)
-    monkeypatch.setattr(policy_module, "packed_attention", lambda lens, device, kind: asked.append(kind))
+    monkeypatch.setattr(policy_module, "attend_documents", lambda card, lens, device, kind: asked.append(kind))
     monkeypatch.setattr(policy_module.Policy, "run_model", lambda *args: (None, None))
     for attn in ("auto", "sdpa"):
         policy_of(f"model.attn={attn}").forward(rows_of(1)[0])

@@ -67,7 +67,8 @@ class Policy:
         )
         masters = master_weights(self.model, self.optimizers)
         if masters and model_path is not None and not config.memory_recipe.lora.rank:
-            load_checkpoint(self.model, model_path, masters)  # in float32, which the model was too narrow for
+            # in float32, which the model was too narrow for; what is frozen has no masters
+            load_checkpoint(self.model, model_path, dict(self.model.named_parameters()) | masters)
         self.context = context_group(config, world)
         self.lr = 0.0
         self.flops_formula = ""  # of what `flops` returned last
