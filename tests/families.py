@@ -33,6 +33,7 @@ GLM = {**EXPERTS, "intermediate_size": 48, "mlp_only_layers": (0,), "n_shared_ex
 LATENT = {**EXPERTS, "intermediate_size": 48, "mlp_only_layers": (0,), "n_shared_experts": 1, "use_qk_norm": False,
           "routed_scaling_factor": 2.5, "num_key_value_heads": 4, "head_dim": 12, "kv_lora_rank": 24, "q_lora_rank": 20,
           "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
+SPARSE: dict[str, Any] = {**LATENT, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 8}  # documents are longer
 DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
                  "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 
@@ -60,6 +61,11 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card 
     "deepseek_v3 straight queries, biases, two dense": (
         "deepseek_v3", {**LATENT, "q_lora_rank": 0, "attention_bias": True, "mlp_only_layers": (0, 1)}
     ),
+    "deepseek_v32": ("deepseek_v32", {**SPARSE, "n_group": 4, "topk_group": 2, "rope_scaling": DEEPSEEK_YARN}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**SPARSE}),
+    "glm_moe_dsa shared choices": (
+        "glm_moe_dsa", {**SPARSE, "num_hidden_layers": 5, "shared_index_layers": (1, 3, 4), "mlp_only_layers": (0, 1)}
+    ),
     "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, "v_head_dim": 12, "mlp_only_layers": (0,)}),
     "nemotron_h": (
         "nemotron_h", {**HYBRID, "num_hidden_layers": 6, "hybrid_override_pattern": "ME*-ME", "moe_latent_size": 24}
@@ -79,7 +85,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {  # id -> family, what its card 
 def family_card(name: str, **changes: Any) -> ModelCard:
     """A tiny card by its id in `SIZES`."""
     family, sizes = SIZES[name]
-    usual = {"ac_targets": FAMILIES[family].ac_targets}
+    usual = {"ac_targets": FAMILIES[family].ac_targets, "cp_styles": FAMILIES[family].cp_styles}
     return ModelCard(**{"family": family, **BASE, **usual, **sizes, **changes})
 
 

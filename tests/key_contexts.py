@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prl.config.families import HYBRID, LATENT, OWN_EXPERTS
+from prl.config.families import HYBRID, INDEX, LATENT, OWN_EXPERTS
 from prl.config.keys import schema_keys
 
 VLLM = ("inference=vllm", "deployment.num_infer_gpus=4")
@@ -40,7 +40,8 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.card.partial_rotary_factor": ("rl", ("model=tiny_glm4_moe",)),
     **{f"model.card.{key}": ("rl", ("model=tiny_deepseek_v3",)) for key in LATENT},
     **{f"model.card.{key}": ("rl", ("model=tiny_nemotron_h",)) for key in (*HYBRID, *OWN_EXPERTS)},
-    "model.card.cp_styles": ("rl", ("parallelism=cp2",)),
+    **{f"model.card.{key}": ("rl", ("model=tiny_glm_moe_dsa",)) for key in (*INDEX, "shared_index_layers")},
+    "model.card.cp_styles": ("rl", ("parallelism=cp2", "parallelism.cp_style=ulysses")),
     "model.card.ac_targets": ("rl", ("memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[moe]")),
     "model.router_bias_update_rate": ("sft", ()),
     "memory_recipe.ac.freq": ("rl", ("memory_recipe.ac.mode=full",)),
@@ -108,6 +109,7 @@ OTHERS = {
     "model.card.qk_nope_head_dim": "16",
     "model.card.qk_rope_head_dim": "32",
     "model.card.v_head_dim": "16",
+    "model.card.shared_index_layers": "[1]",
     "model.card.hybrid_override_pattern": "MM*EME",
     "model.card.mamba_num_heads": "4",
     "model.card.mamba_n_groups": "2",

@@ -77,13 +77,10 @@ def logits_of(config: RunConfig) -> list[float]:
     model = build_decoder(card)
     model.init_weights(torch.Generator().manual_seed(config.model.init_seed), 0.1)
     model.to(getattr(torch, config.model.dtype))
-    ids = torch.arange(12) % card.vocab_size
+    tokens = torch.arange(24)  # more than the keys that sparse attention sees
     with torch.no_grad():
-        return (
-            model.logits(model(ids, torch.arange(12), attend_documents(model.card, [12], torch.device("cpu"))))
-            .flatten()
-            .tolist()
-        )
+        hidden = model(tokens % card.vocab_size, tokens, attend_documents(card, [24], torch.device("cpu")))
+    return model.logits(hidden).flatten().tolist()
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

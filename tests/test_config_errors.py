@@ -81,7 +81,10 @@ def test_a_group_of_another_job_is_unknown() -> None:
 
 
 def test_impossible_ep_and_cp_are_both_reported() -> None:
-    where = " ".join(violation.where for violation in problems(["parallelism.ep=3", "parallelism.cp=3"]))
+    where = " ".join(
+        violation.where
+        for violation in problems(["parallelism.ep=3", "parallelism.cp=3", "parallelism.cp_style=ulysses"])
+    )
     assert "parallelism.ep=3, model.card.num_experts=8" in where
     assert "parallelism.cp=3, model.card.num_attention_heads=4" in where
 
@@ -90,8 +93,14 @@ RULES = {
     "ep needs experts": (["model=tiny_qwen3", "parallelism.ep=2"], "parallelism.ep=1, or a model with experts"),
     "ep is a multiple of cp": (["parallelism.ep=2", "parallelism.cp=4"], "parallelism.ep=4"),
     "ep divides the island": (["parallelism.ep=4", "parallelism.dp_shard=2"], "parallelism.dp_shard=auto deployment"),
-    "ulysses needs heads": (["parallelism.cp=8", "parallelism.dp_shard=1"], "parallelism.cp=4 or parallelism.cp_style"),
-    "ring only": (["parallelism.cp=2", "model.card.cp_styles=[ring]"], "parallelism.cp_style=ring"),
+    "ulysses needs heads": (
+        ["parallelism.cp=8", "parallelism.cp_style=ulysses", "parallelism.dp_shard=1"],
+        "parallelism.cp=4 or parallelism.cp_style",
+    ),
+    "ring only": (
+        ["parallelism.cp=2", "parallelism.cp_style=ulysses", "model.card.cp_styles=[ring]"],
+        "parallelism.cp_style=ring",
+    ),
     "rows over cp": (["parallelism.cp=4", "seq_len=1020"], "seq_len=1024"),
     "fp8 wants bfloat16": (["model=qwen3_4b", "model.fp8=deep_gemm", "model.dtype=float32"], "model.dtype=bfloat16"),
     "fp8 in blocks": (["model.fp8=deep_gemm", "model.dtype=bfloat16"], "model.fp8=none"),

@@ -120,7 +120,7 @@ def test_the_card_is_read_from_config_json(family, tmp_path):
     for said in (card_to_hf_config(card), json.loads((tmp_path / "config.json").read_text())):
         facts = facts_of(said)
         assert {key: getattr(card, key) for key in facts} == facts
-        assert type(card)(**facts, ac_targets=card.ac_targets) == card
+        assert type(card)(**facts, ac_targets=card.ac_targets, cp_styles=card.cp_styles) == card
 
 
 def test_a_silent_config_json_means_what_transformers_takes_it_for():
@@ -131,7 +131,8 @@ def test_a_silent_config_json_means_what_transformers_takes_it_for():
              "intermediate_size": 32, "vocab_size": VOCAB, "num_experts_per_tok": 2}  # fmt: skip
     routed = {"n_routed_experts": 16, "moe_intermediate_size": 16}
     counts = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}, "minimax_m2": {"num_local_experts": 4},
-              "glm4_moe": routed, "deepseek_v3": routed, "glm4_moe_lite": routed}  # fmt: skip
+              "glm4_moe": routed, "deepseek_v3": routed, "glm4_moe_lite": routed, "deepseek_v32": routed,
+              "glm_moe_dsa": routed}  # fmt: skip
     for kind, family in FAMILIES.items():
         said = sizes | counts.get(kind, {})
         config = AutoConfig.for_model(kind, **said)
@@ -195,6 +196,9 @@ PUBLISHED = {  # billions, as model cards on the hub say; without layers that pr
     "deepseek_v3": 671,
     "kimi_k2": 1026,  # "1T"; 32.6 of them active
     "glm_4_7_flash": 30,
+    "deepseek_v3_2": 672,
+    "glm_5_1": 744,
+    "glm_5_2": 744,
     "nemotron_3_nano": 31.6,  # "30B-A3B"; 3.2 of them active, 3.6 with embeddings
     "nemotron_3_super": 120.6,  # "120B-A12B"
 }

@@ -22,6 +22,7 @@ FAMILIES = (
     "glm4_moe normed, two shared, in groups",
     "minimax_m2",
     "deepseek_v3",
+    "glm_moe_dsa shared choices",
     "nemotron_h",
     "nemotron_h without latents, in groups",
 )
@@ -42,6 +43,10 @@ SPARSE = DENSE | {
 LATENT_LORA = ["memory=lora", "memory_recipe.lora.targets=[q_b_proj,kv_b_proj,o_proj,experts]",
                "memory_recipe.lora.alpha=32"]  # fmt: skip
 LATENT = SPARSE | {"lora": ("ep2_cp2", [*LATENT_LORA, *FOUR])}
+# keys are gathered, whatever cp_style is said: there is no other way
+GATHERED = {case: job for case, job in LATENT.items() if case != "cp2_ring"} | {
+    "ep2": ("ep2", ["memory=selective", "memory_recipe.optim_cpu_offload=full"]),  # of which indexers are no part
+}
 STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,q_proj,up_proj,experts]",
               "memory_recipe.lora.alpha=32"]  # fmt: skip
 STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {"lora": ("ep2_cp2", [*STATE_LORA, *FOUR])}
@@ -49,6 +54,8 @@ STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {"l
 
 def cases(name):
     card = family_card(name)
+    if card.index_topk:
+        return GATHERED
     if card.state_layers:
         return STATES
     return LATENT if card.kv_lora_rank else SPARSE if card.num_experts else DENSE

@@ -167,7 +167,7 @@ def test_fp8_takes_the_place_of_linears(world, model_path):
 def test_attn_asks_for_its_kernels(policy_of, monkeypatch):
     asked = []
     monkeypatch.setattr(policy_module, "activate_attention", asked.append)
-    monkeypatch.setattr(policy_module, "packed_attention", lambda lens, device, kind: asked.append(kind))
+    monkeypatch.setattr(policy_module, "attend_documents", lambda card, lens, device, kind: asked.append(kind))
     monkeypatch.setattr(policy_module.Policy, "run_model", lambda *args: (None, None))
     for attn in ("auto", "sdpa"):
         policy_of(f"model.attn={attn}").forward(rows_of(1)[0])
@@ -176,8 +176,15 @@ def test_attn_asks_for_its_kernels(policy_of, monkeypatch):
 
 def test_context_groups_are_of_the_style_asked_for(world):
     mesh = SimpleNamespace(get_group=lambda: None, get_local_rank=lambda: 0, size=lambda: 2)
-    for style in ("ulysses", "ring"):
-        config = compose(["parallelism=cp2", f"parallelism.cp_style={style}"])
+    three = ["model.card.num_attention_heads=3", "model.card.num_key_value_heads=3"]  # which two ranks cannot share
+    for changes, style in (
+        (["parallelism.cp_style=ulysses"], "ulysses"),
+        (["parallelism.cp_style=ring"], "ring"),
+        ([], "ulysses"),
+        (three, "ring"),
+        (["model=tiny_glm_moe_dsa"], "gather"),
+    ):
+        config = compose(["parallelism=cp2", *changes])
         assert context_group(config, SimpleNamespace(cp=2, data={"cp": mesh})).style == style
 
 

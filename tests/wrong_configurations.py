@@ -153,7 +153,7 @@ RL = {
     "parallelism=fsdp deployment.num_train_gpus=3": "4 ranks",
     "deployment=multi_node deployment.num_infer_nodes=3 inference=vllm inference.tp=4 inference.dp=4": "do not fill 24",
     "inference=vllm inference.tp=3 deployment.num_infer_gpus=4": "do not fill 4",
-    "parallelism.cp=3": "attention heads",
+    "parallelism.cp=3 parallelism.cp_style=ulysses": "attention heads",
     "parallelism.cp=4 seq_len=1020": "packed row",
     "deployment.num_infer_gpus=0": "Nobody samples",
     "deployment=colocated deployment.num_infer_gpus=2": "cannot share",

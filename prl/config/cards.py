@@ -21,6 +21,7 @@ COMMON = (
     "rms_norm_eps",
     "tie_word_embeddings",
 )
+LISTS = ("mlp_only_layers", "shared_index_layers")  # of layers, which config.json tells in other ways
 ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 OTHER_NAMES = {  # a fact -> further names that checkpoints have for it
     "num_experts": ("n_routed_experts", "num_local_experts"),
@@ -34,7 +35,7 @@ OTHER_NAMES = {  # a fact -> further names that checkpoints have for it
 def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
     """The config.json with which transformers and vLLM build the same architecture."""
     family = FAMILIES[card.family]
-    facts = [*COMMON, *(key for key in family.has if key not in ROTARY and key != "mlp_only_layers")]
+    facts = [*COMMON, *(key for key in family.has if key not in ROTARY and key not in LISTS)]
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": card.family,
@@ -57,6 +58,9 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
     if family.lists_layers:
         kinds = ["sparse" if i in card.sparse_layers else "dense" for i in range(card.num_hidden_layers)]
         config["mlp_layer_types"] = kinds
+    if "shared_index_layers" in family.has:
+        shared = card.shared_index_layers
+        config["indexer_types"] = ["shared" if i in shared else "full" for i in range(card.num_hidden_layers)]
     if family.dense_first:
         config["first_k_dense_replace"] = len(card.mlp_only_layers)
     elif "mlp_only_layers" in family.has:
@@ -96,7 +100,21 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         facts["mlp_only_layers"] = tuple(range(config["first_k_dense_replace"]))
     elif "mlp_only_layers" in facts:
         facts["mlp_only_layers"] = tuple(facts["mlp_only_layers"])
+    if "shared_index_layers" in family.has:
+        kinds = _indexer_kinds(config, facts.get("num_hidden_layers", 0))
+        facts["shared_index_layers"] = tuple(i for i, kind in enumerate(kinds) if kind == "shared")
     return facts | _rotary_facts(config, facts, family)
+
+
+def _indexer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Of each layer, "full" or "shared": listed, as a pattern of F and S, or every `index_topk_freq`-th full."""
+    if config.get("indexer_types"):
+        return list(config["indexer_types"])
+    pattern = config.get("index_topk_pattern")
+    if pattern:
+        return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    every, offset = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    return ["full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(layers)]
 
 
 SIZES_OF = {

@@ -14,6 +14,7 @@ from prl.config.schema_model import CpStyle, FamilyName
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "norm_topk_prob")
 DEEPSEEK_ROUTER = (*EXPERTS, "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
+INDEX = ("index_topk", "index_n_heads", "index_head_dim")
 HYBRID = (
     "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_n_groups", "ssm_state_size", "conv_kernel",
 )  # fmt: skip
@@ -24,6 +25,8 @@ GATED_DENSE, GATED_EXPERTS = ("norm", "act", "attn_proj", "mlp"), ("norm", "act"
 OPTIONAL = (
     *DEEPSEEK_ROUTER,
     *LATENT,
+    *INDEX,
+    "shared_index_layers",
     *HYBRID,
     *OWN_EXPERTS,
     "attention_bias",
@@ -59,6 +62,11 @@ class Family:
     def is_latent(self) -> bool:
         """Whether its attention is multi-head latent attention."""
         return "kv_lora_rank" in self.has
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its attention sees the keys alone that an indexer chose."""
+        return "index_topk" in self.has
 
     @property
     def is_hybrid(self) -> bool:
@@ -175,6 +183,76 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="none",
         output_bias=True,
         corrected=True,
+        ac_targets=GATED_EXPERTS,
+    ),
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM",
+        has=(*DEEPSEEK_ROUTER, *LATENT, *INDEX, "attention_bias", "rope_scaling"),
+        always={"use_qk_norm": False},
+        keys={"num_experts": "n_routed_experts"},
+        silent={
+            "n_shared_experts": 1,
+            "mlp_only_layers": (0, 1, 2),
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "index_topk": 2048,
+            "index_n_heads": 64,
+            "index_head_dim": 128,
+        },
+        builds={**SILU, **SIGMOID, "rope_interleave": (True,), "mlp_bias": (False,)},
+        writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
+        dense_first=True,
+        lists_layers=True,
+        qk_norm="none",
+        output_bias=True,
+        corrected=True,
+        cp_styles=("gather",),
+        ac_targets=GATED_EXPERTS,
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM",
+        has=(*DEEPSEEK_ROUTER, *LATENT, *INDEX, "shared_index_layers", "attention_bias", "rope_scaling"),
+        always={"use_qk_norm": False},
+        keys={"num_experts": "n_routed_experts"},
+        silent={
+            "n_shared_experts": 1,
+            "mlp_only_layers": (0, 1, 2),
+            "routed_scaling_factor": 2.5,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "index_topk": 2048,
+            "index_n_heads": 32,
+            "index_head_dim": 128,
+            "rms_norm_eps": 1e-5,
+        },
+        builds={
+            **SILU,
+            **SIGMOID,
+            "rope_interleave": (True,),
+            "indexer_rope_interleave": (True,),
+            "mlp_bias": (False,),
+        },
+        writes={
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_interleave": True,
+            "indexer_rope_interleave": True,
+        },
+        dense_first=True,
+        lists_layers=True,
+        qk_norm="none",
+        output_bias=True,
+        corrected=True,
+        cp_styles=("gather",),
         ac_targets=GATED_EXPERTS,
     ),
     "nemotron_h": Family(

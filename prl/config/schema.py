@@ -99,7 +99,7 @@ class ParallelismConfig(Group):
     dp_shard: Devices | Literal["auto"] = "auto"
     ep: Devices | Literal["auto"] = 1
     cp: Devices = 1
-    cp_style: CpStyle = "ulysses"
+    cp_style: CpStyle | Literal["auto"] = "auto"  # auto: the first of the model's own that fits
     allow_cp_across_nodes: bool = False
     ep_comm_backend: Literal["torch", "deepep"] = "torch"
     ep_pieces: Positive = 1

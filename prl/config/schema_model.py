@@ -20,9 +20,10 @@ from prl.config.schema_fields import (
 )
 
 FamilyName = Literal[
-    "llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "nemotron_h", "other",
+    "llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32",
+    "glm_moe_dsa", "nemotron_h", "other",
 ]  # fmt: skip
-CpStyle = Literal["ulysses", "ring"]
+CpStyle = Literal["ulysses", "ring", "gather"]
 
 
 class RopeScaling(BaseModel):
@@ -86,6 +87,11 @@ class ModelCard(Group):
     qk_nope_head_dim: NonNegative = 0  # of head_dim, what is not turned by position: the first part
     qk_rope_head_dim: NonNegative = 0  # what is
     v_head_dim: NonNegative = 0
+    # sparse attention (arXiv:2512.02556): a query attends to so many keys, the best by an indexer's scores; 0: to all
+    index_topk: NonNegative = 0
+    index_n_heads: NonNegative = 0
+    index_head_dim: NonNegative = 0
+    shared_index_layers: tuple[NonNegative, ...] = ()  # those that attend to what the last layer before them chose
     # of layers that do one thing each, what: M state space, * attention, E experts, - MLP; empty: attention, then MLP
     hybrid_override_pattern: LayerPattern = ""
     mamba_num_heads: NonNegative = 0  # state space (Mamba-2, arXiv:2405.21060)
@@ -137,6 +143,12 @@ class ModelCard(Group):
         return bool(self.dense_layers) or self.n_shared_experts > 0
 
     @property
+    def choosing_layers(self) -> list[int]:
+        """Of every layer, the one whose choice of keys it attends to."""
+        own = [i for i in range(self.num_hidden_layers) if i not in self.shared_index_layers]
+        return [max(i for i in own if i <= layer) for layer in range(self.num_hidden_layers)]
+
+    @property
     def is_native(self) -> bool:
         """Whether prl/models has layers for it; transformers' own otherwise."""
         return self.family != "other"
@@ -153,9 +165,9 @@ class ModelCard(Group):
 
     @property
     def cached_per_token(self) -> int:
-        """Numbers that a cache holds of one token in one layer."""
+        """Numbers that a cache holds of one token in one layer; a layer that shares its choice of keys has fewer."""
         if self.kv_lora_rank:
-            return self.kv_lora_rank + self.qk_rope_head_dim
+            return self.kv_lora_rank + self.qk_rope_head_dim + self.index_head_dim
         return 2 * self.num_key_value_heads * self.head_dim
 
 

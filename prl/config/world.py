@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from prl.config.schema import RunConfig
+from prl.config.schema_model import CpStyle
 
 MAX_AUTO_EP = 8  # wider groups leave the NVLink domain of a usual node
 
@@ -47,6 +48,7 @@ class World:
     has_router: bool  # and a router of its own before them
     has_trainers: bool
     mesh: Mesh  # of the trainer; without one, of what the configuration says of it
+    cp_style: CpStyle  # how its context groups attend
     train_devices: int | None  # that the deployment gives the trainer; None: as many as the mesh needs
     infer_devices: int  # of all engines together, were there any
     spans_nodes: bool  # roles sit on more than one node
@@ -91,6 +93,7 @@ def world_of(config: RunConfig) -> World:
         has_router=has_engines and config.inference.router.type in ("auto", "builtin", "vllm_router"),
         has_trainers=has_trainers,
         mesh=mesh,
+        cp_style=context_style(config),
         train_devices=train_devices,
         infer_devices=infer_devices,
         spans_nodes=spans_nodes,
@@ -104,6 +107,16 @@ def world_of(config: RunConfig) -> World:
 def takes_turns(config: RunConfig) -> bool:
     """Whether engines sleep while the trainer works, on the devices of both."""
     return config.deployment.type == "colocated" and config.deployment.infer_memory_fraction is None
+
+
+def context_style(config: RunConfig) -> CpStyle:
+    """As asked for; `auto` is the first that the model knows, and a ring where Ulysses cannot share out the heads."""
+    card, style = config.model.card, config.parallelism.cp_style
+    if style != "auto":
+        return style
+    uneven = card.num_attention_heads % config.parallelism.cp > 0
+    fits = [known for known in card.cp_styles if known != "ulysses" or not uneven]
+    return (*fits, *card.cp_styles, "ulysses")[0]
 
 
 def _train_devices(config: RunConfig) -> int | None:

@@ -17,6 +17,7 @@ from prl.config.schema import ModelCard
 from prl.inference.kv_cache import KVCache
 from prl.inference.sampling import SamplingTable
 from prl.inference.sequences import Sequence
+from prl.inference.sparse_attention import CachedSparseAttention
 from prl.inference.states import PaddedRows
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
@@ -113,11 +114,15 @@ def prefill(
     input_ids = torch.tensor([t for s in sequences for t in s.token_ids[s.computed :]], device=device)
     positions = torch.tensor([p for s in sequences for p in range(s.computed, len(s.token_ids))], device=device)
     slots = torch.tensor([s.slot for s, n in zip(sequences, lengths, strict=True) for _ in range(n)], device=device)
-    classes = _length_classes(sequences, device)
-    attend = _prefill_attention(cache, classes, slots, positions)
-    if cache.states:
-        padded = [PaddedRows(c.flat, c.row, c.column, c.slots, c.new, c.cached > 0) for c in classes]
-        attend = HybridAttend(attend, cache.states.prefill(padded))
+    attend: Attend
+    if model.card.index_topk:
+        attend = CachedSparseAttention(cache, model.card, slots, positions)
+    else:
+        classes = _length_classes(sequences, device)
+        attend = _prefill_attention(cache, classes, slots, positions)
+        if cache.states:
+            padded = [PaddedRows(c.flat, c.row, c.column, c.slots, c.new, c.cached > 0) for c in classes]
+            attend = HybridAttend(attend, cache.states.prefill(padded))
     hidden = model(input_ids, positions, attend, recorder=recorder)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
     return model.logits(hidden[ends]), routing_pieces(recorder, lengths, model.card)
@@ -149,9 +154,13 @@ class DecodeRows:
 
     def forward(self, model: Decoder, cache: KVCache, recorder: RoutingRecorder | None) -> Tensor:
         """Logits [B, V] after the last token of each row; `positions` move on to the token to be drawn."""
-        attend = self._attention(cache)
-        if cache.states:
-            attend = HybridAttend(attend, cache.states.decode(self.slots))
+        attend: Attend
+        if model.card.index_topk:
+            attend = CachedSparseAttention(cache, model.card, self.slots, self.positions)
+        else:
+            attend = self._attention(cache)
+            if cache.states:
+                attend = HybridAttend(attend, cache.states.decode(self.slots))
         hidden = model(self.last_token, self.positions, attend, recorder=recorder)
         self.positions += 1
         return model.logits(hidden)

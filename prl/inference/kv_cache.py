@@ -29,8 +29,9 @@ class _Content:
 
 class KVCache:
     """k, v are [L, slots, Hkv, max_len, D]; of latent attention k is the latent and the shared key, one head, and v
-    the part of it that is the latent. A slot is empty, cached (free, with content) or in use. L are the layers with
-    attention; `rows` says which one's keys lie where.
+    the part of it that is the latent. index [layers with an indexer, slots, max_len, J] are indexers' keys. A slot is
+    empty, cached (free, with content) or in use. L are the layers with attention; `rows` says which one's keys lie
+    where.
 
     Of layers with a state (`states`), a slot has the state after its last token alone, not after each. A prefix is
     found there only if it is all that the slot holds, and a slot that goes on is no longer found.
@@ -40,7 +41,10 @@ class KVCache:
         self.latent = card.kv_lora_rank  # 0: keys and values of their own
         heads, dim = card.num_key_value_heads, card.head_dim
         if self.latent:
-            heads, dim = 1, card.cached_per_token
+            heads, dim = 1, card.kv_lora_rank + card.qk_rope_head_dim
+        own = sorted(set(card.choosing_layers)) if card.index_topk else []
+        self.index_rows = {layer: row for row, layer in enumerate(own)}  # layers with an indexer
+        self.index_shape = (len(own), slots, max_len, card.index_head_dim)
         self.rows = {layer: row for row, layer in enumerate(card.attention_layers)}
         self.shape = (len(self.rows), slots, heads, max_len, dim)
         self.states = StateCache(card, slots, dtype, device) if card.state_layers else None
@@ -55,6 +59,7 @@ class KVCache:
     def allocate(self) -> None:
         self.k = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         self.v = self.k[..., : self.latent] if self.latent else torch.zeros_like(self.k)
+        self.index = torch.zeros(self.index_shape, dtype=self.dtype, device=self.device)
         if self.states:
             self.states.allocate()
         self.reset()
@@ -62,7 +67,7 @@ class KVCache:
     def release(self) -> None:
         """Give the memory back (sleep). No slot may be in use; all content is lost."""
         assert not self.in_use
-        self.k = self.v = torch.empty(0, device=self.device)
+        self.k = self.v = self.index = torch.empty(0, device=self.device)
         if self.states:
             self.states.release()
         self.reset()
@@ -118,6 +123,7 @@ class KVCache:
         self._forget(slot)
         self.k[:, slot] = 0
         self.v[:, slot] = 0
+        self.index[:, slot] = 0
         if self.states:
             self.states.wipe(slot)
 
@@ -161,6 +167,7 @@ class KVCache:
         if self.states:
             self.states.copy(source, target)
         self.k[:, target, :, :tokens] = self.k[:, source, :, :tokens]
+        self.index[:, target, :tokens] = self.index[:, source, :tokens]
         if not self.latent:
             self.v[:, target, :, :tokens] = self.v[:, source, :, :tokens]
 

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 FORMULA = "6*P_active*T + 3*layers*heads*(head_dim+value_dim)*sum(d*(d+1)) over documents of d tokens"
+SPARSE_FORMULA = (
+    "6*P_active*T + 6*layers*heads*(2*latent+rope)*pairs of tokens and chosen keys"
+    " + indexers*index_heads*index_head_dim*sum(d*(d+1)) over documents of d tokens"
+)
 STATES = " + 12*state_layers*state_heads*state_head_dim*state_size*T"  # of models that have such layers
-FROZEN_FORMULA = FORMULA.replace("6*P_active", "4*P_active", 1)  # no gradient of the weights themselves
 PEAK_FLOPS = {  # dense bfloat16 FLOP/s by device name, from the vendors' data sheets
     "H100": 989e12,
     "H200": 989e12,
@@ -40,6 +43,8 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
     weights' gradients are not computed, which leaves 4; its adapters, some thousandth of that, are not counted.
     `layers` are those with attention. A state-space layer takes each token into its state and reads it once: 2 FLOPs a
     number each, three times that with the backward pass; what its chunks do besides is of the way it is computed.
+    Sparse attention is counted in its absorbed form, which it needs, and over the keys that are chosen; indexers'
+    scores, which are frozen, over all pairs, and their projections not at all.
 
     Args:
         doc_lens: tokens of each document.
@@ -47,14 +52,28 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
     """
     lengths = list(doc_lens)
     pairs = sum(d * (d + 1) / 2 for d in lengths)
-    per_pair = 6 * len(card.attention_layers) * card.num_attention_heads * (card.head_dim + card.value_dim)
+    if card.index_topk:
+        formula, attention = SPARSE_FORMULA, _sparse_attention_flops(card, lengths, pairs)
+    else:
+        per_pair = 6 * len(card.attention_layers) * card.num_attention_heads * (card.head_dim + card.value_dim)
+        formula, attention = FORMULA, per_pair * pairs
     per_param = 4 if frozen else 6
-    formula = FROZEN_FORMULA if frozen else FORMULA
-    flops = float(per_param * active_parameters(card) * sum(lengths) + per_pair * pairs)
+    if frozen:  # no gradient of the weights themselves
+        formula = formula.replace("6*P_active", "4*P_active", 1)
+    flops = float(per_param * active_parameters(card) * sum(lengths) + attention)
     if not card.state_layers:
         return flops, formula
     numbers = card.mamba_num_heads * card.mamba_head_dim * card.ssm_state_size
     return flops + 12.0 * len(card.state_layers) * numbers * sum(lengths), formula + STATES
+
+
+def _sparse_attention_flops(card: ModelCard, lengths: list[int], pairs: float) -> float:
+    """Of attention to the chosen keys, forward and backward, and of the scores by which frozen indexers choose."""
+    few = [min(d, card.index_topk) for d in lengths]  # the first tokens of a document see all before them
+    chosen = sum(n * (n + 1) / 2 + (d - n) * card.index_topk for d, n in zip(lengths, few, strict=True))
+    per_pair = 6 * card.num_attention_heads * (2 * card.kv_lora_rank + card.qk_rope_head_dim)
+    scores = 2 * card.index_n_heads * card.index_head_dim * len(set(card.choosing_layers))
+    return card.num_hidden_layers * per_pair * chosen + scores * pairs
 
 
 def utilisation(flops: float, seconds: float, device_type: str, formula: str = FORMULA) -> tuple[float, str]:

@@ -14,7 +14,8 @@ def parameter_count(card: ModelCard) -> int:
     norms = ((1 if card.hybrid_override_pattern else 2) * layers + 1) * hidden
     mlps = sparse * (experts + _around_experts(card)) + len(card.dense_layers) * _mlp(card, card.intermediate_size)
     states = len(card.state_layers) * (_state_projections(card) + _state_vectors(card))
-    return len(card.attention_layers) * _attention(card) + states + mlps + norms + embeddings
+    indexers = len(set(card.choosing_layers)) * _indexer(card) if card.index_topk else 0
+    return len(card.attention_layers) * _attention(card) + indexers + states + mlps + norms + embeddings
 
 
 def active_parameters(card: ModelCard) -> int:
@@ -42,6 +43,12 @@ def _attention(card: ModelCard) -> int:
     norms = {"none": 0, "head": 2 * card.head_dim, "all": q + kv}[family.qk_norm if family else "none"]
     biases = q + 2 * kv + (card.hidden_size if family and family.output_bias else 0)
     return _projections(card) + norms * card.use_qk_norm + biases * card.attention_bias
+
+
+def _indexer(card: ModelCard) -> int:
+    """Of sparse attention: queries, one key with its norm, and weights of its heads."""
+    queries, dim = card.q_lora_rank * card.index_n_heads * card.index_head_dim, card.index_head_dim
+    return queries + card.hidden_size * (dim + card.index_n_heads) + 2 * dim
 
 
 def _projections(card: ModelCard) -> int:

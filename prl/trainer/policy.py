@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import OptimConfig, RunConfig
-from prl.config.world import takes_turns
+from prl.config.world import context_style, takes_turns
 from prl.metrics.mfu import packed_flops
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.routing import RoutingRecorder
@@ -67,7 +67,8 @@ class Policy:
         )
         masters = master_weights(self.model, self.optimizers)
         if masters and model_path is not None and not config.memory_recipe.lora.rank:
-            load_checkpoint(self.model, model_path, masters)  # in float32, which the model was too narrow for
+            # in float32, which the model was too narrow for; what is frozen has no masters
+            load_checkpoint(self.model, model_path, dict(self.model.named_parameters()) | masters)
         self.context = context_group(config, world)
         self.lr = 0.0
         self.flops_formula = ""  # of what `flops` returned last
@@ -189,7 +190,7 @@ def context_group(config: RunConfig, world: World) -> ContextGroup | None:
     if world.cp == 1:
         return None
     mesh = world.data["cp"]
-    return ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), config.parallelism.cp_style)
+    return ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), context_style(config))
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:

@@ -71,6 +71,8 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
         )
     if family is not None and family.is_latent:
         yield from _latents_are_complete(card)
+    if family is not None and family.is_sparse:
+        yield from _indexers_are_complete(card)
     if card.num_experts_per_tok > card.num_experts:
         yield UserError(
             f"A token cannot go to {card.num_experts_per_tok} of {card.num_experts} experts.",
@@ -155,6 +157,27 @@ def _latents_are_complete(card: ModelCard) -> Iterator[UserError]:
             where=f"model.card.v_head_dim={card.v_head_dim}, model.card.head_dim={card.head_dim}",
             why="attention kernels take one width, to which values are padded",
             fix=f"model.card.v_head_dim={card.head_dim}",
+        )
+
+
+def _indexers_are_complete(card: ModelCard) -> Iterator[UserError]:
+    """Those of sparse attention."""
+    least = {"index_topk": 1, "index_n_heads": 1, "index_head_dim": card.qk_rope_head_dim, "q_lora_rank": 1}
+    for key, size in least.items():
+        if getattr(card, key) < size:
+            yield UserError(
+                f"A {card.family} card needs {key} of at least {size}.",
+                where=f"model.card.{key}={getattr(card, key)}",
+                why="an indexer makes queries of the latent of attention's, heads of which are turned in part",
+                fix=f"model.card.{key}={max(size, 16)}",
+            )
+    odd = [layer for layer in card.shared_index_layers if layer == 0 or layer >= card.num_hidden_layers]
+    if odd:
+        yield UserError(
+            f"Layer {odd[0]} cannot share the choice of keys of a layer before it.",
+            where=f"model.card.shared_index_layers={as_override(card.shared_index_layers)}",
+            why=f"layers count from 0 to {card.num_hidden_layers - 1}, and the first has none before it",
+            fix=f"model.card.shared_index_layers={as_override([i for i in card.shared_index_layers if i not in odd])}",
         )
 
 
@@ -262,7 +285,7 @@ def attention_kernels_fit(config: RunConfig, world: World) -> Iterator[UserError
                     why="flash kernels compute in bfloat16 on GPUs; SDPA would run in their place",
                     fix=f"model.attn=auto, or {fix}",
                 )
-    elif model.attn == "sdpa" and parallelism.cp > 1 and parallelism.cp_style == "ring":
+    elif model.attn == "sdpa" and parallelism.cp > 1 and world.cp_style == "ring":
         yield UserError(
             "A ring cannot run SDPA.",
             where=f"model.attn=sdpa, parallelism.cp={parallelism.cp}, parallelism.cp_style=ring",

@@ -145,7 +145,7 @@ deepep_can_run = each_of(
 
 def ulysses_divides_heads(config: RunConfig, world: World) -> Iterator[UserError]:
     cp, card = config.parallelism.cp, config.model.card
-    if cp > 1 and config.parallelism.cp_style == "ulysses" and card.num_attention_heads % cp:
+    if cp > 1 and world.cp_style == "ulysses" and card.num_attention_heads % cp:
         rows = "" if config.seq_len % (2 * cp) == 0 else f" seq_len={-(-config.seq_len // (2 * cp)) * 2 * cp}"
         ring = f" or parallelism.cp_style=ring{rows}" if "ring" in card.cp_styles else ""
         yield UserError(
@@ -158,7 +158,7 @@ def ulysses_divides_heads(config: RunConfig, world: World) -> Iterator[UserError
 
 def ulysses_divides_states(config: RunConfig, world: World) -> Iterator[UserError]:
     cp, card = config.parallelism.cp, config.model.card
-    if cp > 1 and config.parallelism.cp_style == "ulysses" and card.mamba_num_heads % cp:
+    if cp > 1 and world.cp_style == "ulysses" and card.mamba_num_heads % cp:
         yield UserError(
             f"Ulysses cannot give {card.mamba_num_heads} heads of state to {cp} ranks evenly.",
             where=f"parallelism.cp={cp}, model.card.mamba_num_heads={card.mamba_num_heads}",
@@ -168,7 +168,7 @@ def ulysses_divides_states(config: RunConfig, world: World) -> Iterator[UserErro
 
 
 model_knows_cp_style = Refuse(
-    lambda c, w: c.parallelism.cp > 1 and c.parallelism.cp_style not in c.model.card.cp_styles,
+    lambda c, w: c.parallelism.cp > 1 and w.cp_style not in c.model.card.cp_styles,
     "{model.name} does not support context parallelism by {parallelism.cp_style}.",
     where="{parallelism.cp_style=}",
     why=lambda c, w: f"its card allows: {', '.join(c.model.card.cp_styles) or 'none'}",
@@ -180,7 +180,7 @@ model_knows_cp_style = Refuse(
 
 def cp_divides_rows(config: RunConfig, world: World) -> Iterator[UserError]:
     cp = config.parallelism.cp
-    spread = config.parallelism.cp_style == "ring" or config.model.card.num_attention_heads % cp == 0
+    spread = world.cp_style != "ulysses" or config.model.card.num_attention_heads % cp == 0
     if cp > 1 and spread and config.seq_len % (2 * cp):
         yield UserError(
             f"A packed row of {config.seq_len} tokens cannot be split over {cp} ranks.",

@@ -96,7 +96,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, requires_grad: bool) -
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(param) not in cast:
                 kept = torch.float32 if keeps_float32(module) else dtype
-                cast[id(param)] = nn.Parameter(param.data.to(kept), requires_grad=requires_grad)
+                trains = requires_grad and param.requires_grad
+                cast[id(param)] = nn.Parameter(param.data.to(kept), requires_grad=trains)
             module.register_parameter(name, cast[id(param)])
 
 

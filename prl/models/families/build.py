@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prl.config.schema import ModelCard
 from prl.models.families.deepseek_v3 import DeepseekV3
+from prl.models.families.deepseek_v32 import DeepseekV32, GlmMoeDsa
 from prl.models.families.glm4_moe import Glm4Moe
 from prl.models.families.llama import Llama
 from prl.models.families.minimax_m2 import MiniMaxM2
@@ -19,6 +20,8 @@ DECODERS: dict[str, type[Decoder]] = {
     "minimax_m2": MiniMaxM2,
     "deepseek_v3": DeepseekV3,
     "glm4_moe_lite": DeepseekV3,
+    "deepseek_v32": DeepseekV32,
+    "glm_moe_dsa": GlmMoeDsa,
     "nemotron_h": NemotronH,
 }
 

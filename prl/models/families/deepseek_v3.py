@@ -15,12 +15,12 @@ from prl.models.names.decoder import Names
 class DeepseekV3(Decoder):
     names = Names(has_more_layers=True)
 
+    @classmethod
+    def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
+        return DecoderLayer(card, LatentAttention(card, index), cls.mlp(card, index))
+
     @staticmethod
-    def layer(card: ModelCard, index: int) -> DecoderLayer:
-        sparse = index in card.sparse_layers
-        mlp = (
-            SparseMLP(card, index, Choice.of(card, "sigmoid"), corrected=True)
-            if sparse
-            else DenseMLP(card.hidden_size, card.intermediate_size)
-        )
-        return DecoderLayer(card, LatentAttention(card, index), mlp)
+    def mlp(card: ModelCard, index: int) -> DenseMLP | SparseMLP:
+        if index in card.sparse_layers:
+            return SparseMLP(card, index, Choice.of(card, "sigmoid"), corrected=True)
+        return DenseMLP(card.hidden_size, card.intermediate_size)

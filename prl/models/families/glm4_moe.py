@@ -15,8 +15,8 @@ from prl.models.names.decoder import Names
 class Glm4Moe(Decoder):
     names = Names(has_more_layers=True)
 
-    @staticmethod
-    def layer(card: ModelCard, index: int) -> DecoderLayer:
+    @classmethod
+    def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
         attention = Attention(card, index, qk_norm="head" if card.use_qk_norm else None)
         sparse = index in card.sparse_layers
         mlp = (

@@ -9,7 +9,7 @@ from prl.models.layers.mlp import DenseMLP
 
 
 class Llama(Decoder):
-    @staticmethod
-    def layer(card: ModelCard, index: int) -> DecoderLayer:
+    @classmethod
+    def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
         attention = Attention(card, index, qk_norm=None, output_bias=card.attention_bias)
         return DecoderLayer(card, attention, DenseMLP(card.hidden_size, card.intermediate_size))

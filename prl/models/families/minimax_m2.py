@@ -15,7 +15,7 @@ from prl.models.names.decoder import Names
 class MiniMaxM2(Decoder):
     names = Names(mlp="block_sparse_moe", gate="w1", up="w3", down="w2", bias="e_score_correction_bias")
 
-    @staticmethod
-    def layer(card: ModelCard, index: int) -> DecoderLayer:
+    @classmethod
+    def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
         experts = SparseMLP(card, index, Choice.of(card, "sigmoid"), corrected=True)
         return DecoderLayer(card, Attention(card, index, qk_norm="all"), experts)

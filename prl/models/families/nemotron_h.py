@@ -17,8 +17,8 @@ from prl.models.names.decoder import Names
 class NemotronH(Decoder):
     names = Names(prefix="backbone.", gate=None, has_more_layers=True)
 
-    @staticmethod
-    def layer(card: ModelCard, index: int) -> DecoderLayer:
+    @classmethod
+    def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
         kind = card.hybrid_override_pattern[index]
         if kind == "M":
             return StateSpaceLayer(card, index)

@@ -12,8 +12,8 @@ from prl.models.layers.mlp import DenseMLP, SparseMLP
 
 
 class Qwen3(Decoder):
-    @staticmethod
-    def layer(card: ModelCard, index: int) -> DecoderLayer:
+    @classmethod
+    def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
         sparse = index in card.sparse_layers
         mlp = SparseMLP(card, index, Choice.of(card)) if sparse else DenseMLP(card.hidden_size, card.intermediate_size)
         return DecoderLayer(card, Attention(card, index), mlp)

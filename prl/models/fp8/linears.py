@@ -25,7 +25,7 @@ from prl.models.layers.attention import Attention
 from prl.models.layers.mlp import DenseMLP
 
 # names of modules that stay as they are; "gate" is the router; a latent and a turned key are no whole blocks
-KEPT = ("embed_tokens", "lm_head", "gate", "kv_a_proj_with_mqa")
+KEPT = ("embed_tokens", "lm_head", "gate", "kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj")
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,6 +14,23 @@ from prl.models.layers.rope import rotate
 
 # attend(layer_idx, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, V]) -> [N, Hq, V], V <= D; q and k are already rotated
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class SparseAttend(abc.ABC):
+    """`Attend` to the keys that indexers choose, in the absorbed form of latent attention: q [N, Hq, C + R],
+    k [N, 1, C + R] and of it v [N, 1, C]. A layer's choice is made once in the life of this object: a layer that is
+    repeated for backward attends to what it attended to before.
+    """
+
+    @abc.abstractmethod
+    def choose(self, layer_idx: int, q: Tensor, weights: Tensor, k: Tensor) -> None:
+        """q [N, J, D], weights [N, J], k [N, D] of the layer's indexer."""
+
+    @abc.abstractmethod
+    def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """-> [N, Hq, C]"""
+
+
 QkNorm = Literal["head", "all"]  # of each head alone, or of all heads of a token together
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
-from prl.models.layers.attention import Attend, Attention
+from prl.models.layers.attention import Attend, Attention, SparseAttend
 from prl.models.layers.latent_attention import LatentAttention
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.models.layers.norm import RMSNorm
@@ -53,10 +53,14 @@ class DecoderLayer(nn.Module):
         return self.mlp_block(x, recorder) if self.has_mlp else x
 
     def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.project(x, cos, sin)
+        q, k, v, *index = self.project(x, cos, sin)
+        if index:
+            assert isinstance(attend, SparseAttend), "a layer with an indexer"
+            attend.choose(self.self_attn.layer_idx, *index)
         return self.join(x, attend(self.self_attn.layer_idx, q, k, v))
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """x [N, H] -> q, k, v as `Attend` wants them, and what `SparseAttend.choose` does."""
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
     def join(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -86,8 +90,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(card.hidden_size, card.rms_norm_eps)
         self.lm_head = None if card.tie_word_embeddings else nn.Linear(card.hidden_size, card.vocab_size, bias=False)
 
-    @staticmethod
-    def layer(card: ModelCard, index: int) -> DecoderLayer:
+    @classmethod
+    def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
         """The layer `index`, from 0."""
         raise NotImplementedError
 

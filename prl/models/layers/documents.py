@@ -8,6 +8,7 @@ from prl.config.schema import ModelCard
 from prl.models.layers.attention import Attend
 from prl.models.layers.hybrid import HybridAttend
 from prl.models.layers.packed_attention import AttentionImpl, packed_attention
+from prl.models.layers.packed_sparse_attention import PackedSparseAttention
 from prl.models.state_space.documents import mix_documents
 
 
@@ -15,5 +16,7 @@ def attend_documents(
     card: ModelCard, doc_lens: list[int], device: torch.device, impl: AttentionImpl = "auto"
 ) -> Attend:
     """Causal, inside each document; doc_lens sum to N tokens; `impl` as for `packed_attention`."""
+    if card.index_topk:
+        return PackedSparseAttention(doc_lens, card, device)
     attend = packed_attention(doc_lens, device, impl)
     return HybridAttend(attend, mix_documents(doc_lens, device)) if card.state_layers else attend

@@ -34,17 +34,21 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope + self.value_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.value_dim, card.hidden_size, bias=card.attention_bias)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """x [N, H] -> what `Attend` wants, with C numbers of the latent and R of the shared key in a token.
 
         Expanded: q and k [N, Hq, D], v [N, Hq, V]. Absorbed: q [N, Hq, C + R], k [N, 1, C + R], v [N, 1, C].
         """
-        q, latent, shared = self.compress(x, cos, sin)
+        q, latent, shared = self.compress(x, self.q_latent(x), cos, sin)
         return self.absorb(q, latent, shared) if self.absorbed else self.expand(q, latent, shared)
 
-    def compress(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def q_latent(self, x: Tensor) -> Tensor:
+        """x [N, H] -> what queries are made from, [N, Q]; x itself where they have no latent."""
+        return self.q_a_layernorm(self.q_a_proj(x)) if hasattr(self, "q_a_proj") else x
+
+    def compress(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, H] -> q [N, Hq, D] turned, the latent [N, C] normed, the shared key [N, 1, R] turned."""
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if hasattr(self, "q_a_proj") else self.q_proj(x)
+        q = self.q_b_proj(q_latent) if hasattr(self, "q_b_proj") else self.q_proj(q_latent)
         still, turning = q.view(len(x), -1, self.head_dim).split([self.nope, self.rope], dim=-1)
         q = torch.cat([still, rotate_pairs(turning, cos, sin)], dim=-1)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
@@ -72,8 +76,15 @@ class LatentAttention(nn.Module):
 
     def of_heads(self) -> tuple[Tensor, Tensor]:
         """The matrices that make keys [Hq, D - R, C] and values [Hq, V, C] of the latent."""
-        weight = self.kv_b_proj.weight.view(-1, self.nope + self.value_dim, self.rank)
+        plain = type(self.kv_b_proj) is nn.Linear  # and not one with adapters, or in FP8
+        weight = self.kv_b_proj.weight if plain else self._measured()
+        weight = weight.view(-1, self.nope + self.value_dim, self.rank)
         return weight[:, : self.nope], weight[:, self.nope :]
+
+    def _measured(self) -> Tensor:
+        """The matrix that kv_b_proj multiplies by: what it makes of the unit vectors."""
+        weight = self.kv_b_proj.weight
+        return self.kv_b_proj(torch.eye(self.rank, dtype=weight.dtype, device=weight.device)).t()
 
 
 def _scale(card: ModelCard) -> float:

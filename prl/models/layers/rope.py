@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from prl.config.schema import ModelCard
 from prl.config.schema_model import RopeScaling
+
+Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [N, H, R], cos and sin -> x, turned
 
 
 def rotary_tables(positions: Tensor, card: ModelCard) -> tuple[Tensor, Tensor]:

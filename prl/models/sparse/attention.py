@@ -28,9 +28,7 @@ class _SparseAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> Tensor:
         q, latents = q.contiguous(), latents.contiguous()
         if _runs_kernels(q, values):
-            from prl.models.sparse.attention_kernels import forward
-
-            out, lse = forward(q, latents, chosen, values, scale)
+            out, lse = _kernel_forward(q, latents, chosen, values, scale)
         else:
             out, lse = _plain_forward(q, latents, chosen, values, scale)
         ctx.save_for_backward(q, latents, chosen, out, lse)
@@ -55,6 +53,13 @@ def _runs_kernels(q: Tensor, values: int) -> bool:
     """Triton's blocks are powers of two, 16 at least, and here as wide as both parts of a latent."""
     narrow = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     return narrow and all(part >= 16 and part & (part - 1) == 0 for part in (values, q.shape[2] - values))
+
+
+def _kernel_forward(q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> tuple[Tensor, Tensor]:
+    from prl.models.sparse import attention_kernels, flashmla
+
+    kernels = flashmla if flashmla.fits(q, chosen, values) else attention_kernels
+    return kernels.forward(q, latents, chosen, values, scale)
 
 
 def _blocks(q: Tensor, chosen: Tensor, width: int) -> Iterator[slice]:

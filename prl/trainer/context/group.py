@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from prl.config.schema_model import CpStyle
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,11 @@ class ContextGroup:
     group: dist.ProcessGroup
     rank: int
     size: int
-    style: Literal["ulysses", "ring"]
+    style: CpStyle
+
+    def of(self, rank: int) -> ContextGroup:
+        """The place of another rank of the group."""
+        return replace(self, rank=rank)
 
 
 def sum_over_context(values: Tensor, context: ContextGroup) -> Tensor:
@@ -50,14 +56,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, context: ContextGroup) -> Tensor:
         ctx.context = context
-        return _all_to_all(parts, context)
+        return all_to_all(parts, context)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.context), None
+        return all_to_all(grad, ctx.context), None
 
 
-def _all_to_all(parts: Tensor, context: ContextGroup) -> Tensor:
+def all_to_all(parts: Tensor, context: ContextGroup) -> Tensor:
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=context.group)
