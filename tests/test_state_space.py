@@ -10,6 +10,7 @@ from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.models.adapters.lora import cast_parameters
+from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.documents import attend_documents
 from prl.models.state_space.documents import mix_documents
 from prl.models.state_space.mixer import Channels, Decay, draw_decay
@@ -209,6 +210,23 @@ def test_a_slot_that_held_another_sequence_begins_from_nothing():
     run(engine)
     for sequence in done:
         assert_said_by_the_model(sequence)
+
+
+def test_the_routing_of_a_hybrid_is_recorded_and_replayed_layer_by_layer():
+    engine = new_engine(return_routed_experts=True)
+    (sequence,) = ask(engine, range(20))
+    run(engine)
+    routed, ids = torch.from_numpy(sequence.routed_experts()), torch.tensor(sequence.token_ids[:-1])
+    assert routed.shape == (len(ids), len(MODEL.layers), 2)
+    attend = attend_documents(MODEL.card, [len(ids)], CPU)
+    recorder = RoutingRecorder()
+    with torch.no_grad():
+        hidden = MODEL(ids, torch.arange(len(ids)), attend, recorder=recorder)
+        replayed = MODEL(ids, torch.arange(len(ids)), attend, recorder=RoutingRecorder(given=routed))
+    assert recorder.experts.keys() == set(MODEL.card.sparse_layers)
+    for layer, experts in recorder.experts.items():
+        assert torch.equal(routed[:, layer].long().sort().values, experts.sort().values)
+    torch.testing.assert_close(replayed, hidden)
 
 
 def test_only_layers_with_attention_have_keys():
