@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prl.compare import wandb_source
-from prl.compare.points import Point, read_directory
+from prl.compare.points import SWEEP_FILE, Point, read_directory
 from prl.compare.wandb_file import find_files, read_files
 from prl.config.console import one_line
 from prl.config.errors import UserError
+from prl.runtime.directory.files import why_no_object
 
 TARGET = "target"  # the column of --by-target
 
@@ -28,6 +29,7 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
     notes = []
     for target, label in zip(targets, labels(targets), strict=True):
         found = _read(target)
+        notes += [one_line(why) for why in _damage_of_record(Path(target).expanduser())]
         new = [point for point in found if not point.run_id or point.run_id not in known]
         known |= {point.run_id for point in new if point.run_id}
         if len(new) < len(found):
@@ -55,6 +57,13 @@ def _read(target: str) -> list[Point]:
     if files and not _holds_runs(place):
         return [wandb_source.read_run(run) for run in read_files(files)]
     return read_directory(place)
+
+
+def _damage_of_record(place: Path) -> list[str]:
+    """Of a sweep whose list of points cannot be read: those without a directory are not shown."""
+    path = place / SWEEP_FILE
+    why = why_no_object(path) if path.exists() else ""
+    return [f"{why}; points that have not begun are not shown"] if why else []
 
 
 def _holds_runs(place: Path) -> bool:

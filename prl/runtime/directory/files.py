@@ -124,6 +124,24 @@ def read_object(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def why_no_object(path: Path, groups: Iterable[str] = ()) -> str:
+    """A sentence that says why `read_object` has nothing, or no such groups in what it has; "" if it has them."""
+    try:
+        data = read_regular(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if not data.strip(b"\0 \r\n"):  # as a full disk or a power cut leaves it
+        return f"{path} cannot be used: it is empty" + (", or holds zeros alone" if data else "")
+    try:
+        value = parse_json(data)
+    except ValueError as error:
+        return f"{path} cannot be used: it is no JSON ({error})"
+    if not isinstance(value, dict):
+        return f"{path} cannot be used: it is JSON, but no object"
+    lacking = [group for group in groups if not isinstance(value.get(group), dict)]
+    return f"{path} cannot be used: it has no {', '.join(lacking)}" if lacking else ""
+
+
 def find_directories(root: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
     """Those at any depth below that are wanted, sorted, not looking into them. Each is there once, however many
     symbolic links lead to it, and under its own name if that lies below the root.
