@@ -34,6 +34,10 @@ COLLECTIVE_TEXTS = (
 )
 NODE_TEXTS = ("uncorrectable ECC error", "CUDA error: unspecified launch failure", "Bus error", "Input/output error")
 NODE_ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+NOBODY_LISTENS = "nobody listens there"  # what is said of an engine that was asked in vain
+UNREACHABLE = "it cannot be reached"
+HUNG_UP = "it hung up before it had answered"
+NO_ANSWER_IN_TIME = "it did not answer in time"
 PEER_TEXTS = (
     "ConnectionRefusedError",
     "ConnectionResetError",
@@ -42,7 +46,9 @@ PEER_TEXTS = (
     "ServerDisconnectedError",
     "no answer from the orchestrator",
     ": TimeoutError:",  # of an answer
+    *(NOBODY_LISTENS, UNREACHABLE, HUNG_UP, NO_ANSWER_IN_TIME),
 )
+SENTENCES = ("EngineError", "EngineLost")  # exceptions whose message needs no name before it
 BY_TYPE: dict[str, FailureClass] = {
     "Diverged": "diverged",
     "BrokenWeights": "diverged",
@@ -162,7 +168,8 @@ def describe(exit_code: int, error: dict[str, Any], oom_kills: int) -> str:
     if "user_error" in error:
         return error["user_error"]["what"]
     if error:
-        return f"{error['type']}: {error['message']}".splitlines()[0]
+        name = "" if error["type"] in SENTENCES else f"{error['type']}: "
+        return f"{name}{error['message']}".splitlines()[0]
     if exit_code == 0:
         return "ended before the run was done"
     return f"exit code {exit_code}"
