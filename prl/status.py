@@ -44,7 +44,7 @@ def show(directory: Path, follow: bool) -> None:
     while True:
         text, alive = render(directory)
         if not text:
-            print(f"no run in {directory}", file=sys.stderr)
+            print(one_line(f"no run in {directory}"), file=sys.stderr)
             sys.exit(2)
         clear = "\x1b[2J\x1b[H" if follow and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)

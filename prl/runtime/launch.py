@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from prl.config.console import shield_console
+from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
@@ -207,7 +207,7 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
         discard_unfinished(path)
     for alarm in read_status(path).get("alarms", []):
         told = f"alarm {alarm['kind']} was on at the end, since step {alarm['since']}: {alarm['message']}"
-        print(told, file=sys.stderr, flush=True)
+        print(one_line(told), file=sys.stderr, flush=True)
     if outcome.failure is not None:
         _tell_failure(outcome.failure)
     if outcome.state == "failed":
@@ -217,13 +217,14 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
             print("stopped serving", flush=True)
             return signals.exit_code
         if plan.config.job == "eval":
-            print(f"stopped; {how_to_go_on(plan, path, 'begins anew')}", flush=True)
+            print(one_line(f"stopped; {how_to_go_on(plan, path, 'begins anew')}"), flush=True)
             return signals.exit_code
         saved = steps(path)
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
         if saved and saved[-1] < outcome.step:
             kept += f" (later ones did not fit into the time that was left: {path / 'logs'})"
-        print(f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes', by_hand)}", flush=True)
+        told = f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes', by_hand)}"
+        print(one_line(told), flush=True)
         return signals.exit_code
     print_report(plan, path)
     return 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from prl.config.console import one_line
 from prl.config.errors import UserError
 
 FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "diverged", "code"]
@@ -86,7 +87,8 @@ class Failure:
     def render(self) -> str:
         lines = [f"{self.role} (rank {self.rank}, node {self.node}) failed, class {self.kind}: {self.message}"]
         lines.append(f"  log: {self.log_path}")
-        return "\n".join([*lines, *(f"  | {line}" for line in self.log_tail)])
+        lines += [f"  | {line.expandtabs()}" for line in self.log_tail]
+        return "\n".join(map(one_line, lines))
 
     def as_user_error(self) -> UserError | None:
         """The UserError that the role raised, to be raised again in the root; None for any other failure."""
