@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
 from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run, last_lines
 from prl.runtime.people.view import clock
+from prl.runtime.process.failures import how_points_go_on, waits_for_people
 
 HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "updated", "why")
 WHY_WIDTH = 80
@@ -71,8 +73,13 @@ def render(directory: Path) -> tuple[str, bool]:
     rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    lines = [render_table(sorted(rows)), one_line(summarise_failures(directory)), damage]
+    goes_on = how_points_go_on(_statuses(directory, runs)) if (directory / "sweep.json").exists() else []
+    lines = [render_table(sorted(rows)), *map(one_line, [*goes_on, summarise_failures(directory)]), damage]
     return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
+
+
+def _statuses(directory: Path, runs: list[Path]) -> dict[str, dict[str, Any]]:
+    return {run.relative_to(directory).as_posix(): read_status(run) for run in runs}
 
 
 def _state_in(waiting: dict[str, str], name: str, state: str) -> str:
@@ -159,7 +166,18 @@ def _lines_of_run(run_dir: Path, state: str) -> list[str]:
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")
         lines += [f"  | {line}" for line in failure["log_tail"]]
+        lines += [_how_it_goes_on(run_dir, status)] * (state == "failed")
     return lines
+
+
+def _how_it_goes_on(run_dir: Path, status: dict[str, Any]) -> str:
+    place = shlex.quote(str(run_dir))
+    if not (run_dir.parent / "sweep.json").exists():
+        return f"to go on: the same command with output_dir={place}"
+    why = "it may pass: the sweep's command tries it again"
+    if waits_for_people(status):
+        why = "it would fail again as it is: hydra.launcher.retry_failed=true in the sweep's command tries it again"
+    return f"{why}; this point alone: python -m prl.runtime.agent {place}"
 
 
 def cause_of(run: Path, status: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ from prl.compare.wandb_file import find_files, read_files
 from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.runtime.directory.files import why_no_object
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.process.failures import how_points_go_on
 
 TARGET = "target"  # the column of --by-target
 
@@ -29,7 +31,10 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
     notes = []
     for target, label in zip(targets, labels(targets), strict=True):
         found = _read(target)
-        notes += [one_line(why) for why in _damage_of_record(Path(target).expanduser())]
+        place = Path(target).expanduser()
+        notes += [one_line(why) for why in _damage_of_record(place)]
+        if (place / SWEEP_FILE).exists():
+            notes += map(one_line, how_points_go_on({point.name: read_status(place / point.name) for point in found}))
         new = [point for point in found if not point.run_id or point.run_id not in known]
         known |= {point.run_id for point in new if point.run_id}
         if len(new) < len(found):

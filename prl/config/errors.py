@@ -59,7 +59,11 @@ class ConfigError(UserError):
         return "\n".join([head, *(f"\n{i}. {v.render()}" for i, v in enumerate(self.violations, 1))])
 
 
-class AwayError(UserError):
+class PassingError(UserError):
+    """A condition of the machine that may pass (a full disk): the same command may find it gone, unchanged."""
+
+
+class AwayError(PassingError):
     """What others run is away for now; the same command may find it back."""
 
 

@@ -31,7 +31,7 @@ from prl.runtime.people.progress import Progress
 from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
-from prl.runtime.process.failures import Failure, failure_of_root
+from prl.runtime.process.failures import Failure, failure_of_root, waits_for_people
 from prl.runtime.process.gpus import roles_without_gpu
 from prl.runtime.process.reaper import Reaper
 from prl.runtime.process.signals import StopSignals
@@ -209,6 +209,8 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
         told = f"alarm {alarm['kind']} was on at the end, since step {alarm['since']}: {alarm['message']}"
         print(one_line(told), file=sys.stderr, flush=True)
     if outcome.failure is not None:
+        if outcome.state == "failed" and _has_worked(path) and plan.config.job in ("rl", "sft"):
+            print(one_line(_after_failure(plan, path, by_hand)), file=sys.stderr, flush=True)
         _tell_failure(outcome.failure)
     if outcome.state == "failed":
         return 1
@@ -228,6 +230,14 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
         return signals.exit_code
     print_report(plan, path)
     return 0
+
+
+def _after_failure(plan: RunPlan, path: Path, by_hand: bool) -> str:
+    """Of a run that has trained: whether its sweep's command tries it again, or has to be told so."""
+    kept = f"the checkpoint of step {saved[-1]} is kept" if (saved := steps(path)) else "there is no checkpoint yet"
+    told = ", only with hydra.launcher.retry_failed=true," if waits_for_people(read_status(path)) else ""
+    way = how_to_go_on(plan, path, "goes on", by_hand)
+    return f"{kept}; {way.replace('command goes on', f'command{told} goes on') if plan.config.sweep else way}"
 
 
 def how_to_go_on(plan: RunPlan, path: Path, does: str, by_hand: bool = False) -> str:

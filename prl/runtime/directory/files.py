@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from prl.config.errors import UserError
+from prl.config.errors import PassingError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -255,11 +255,12 @@ def is_full_disk(error: BaseException) -> bool:
 def full_disk_here(error: BaseException, path: Path) -> UserError:
     """What a run says whose directory has no space left."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return UserError(
+    return PassingError(
         f"The disk is full: {getattr(error, 'filename', None) or path} could not be written.",
         where=str(path),
         why=f"{reason}: no space left on the device, or a quota is exceeded",
-        fix=f"free space; the same command resumes (of a run by itself with output_dir={shlex.quote(str(path))})",
+        fix=f"free space; then the same command, a sweep's too, resumes (a run by itself: with output_dir="
+        f"{shlex.quote(str(path))})",
     )
 
 

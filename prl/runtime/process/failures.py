@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -56,7 +57,9 @@ BY_TYPE: dict[str, FailureClass] = {
     "EnvironmentBroken": "env",
     "CommitStalled": "hang",
     "AwayError": "node",
+    "PassingError": "node",
 }
+MOST_NAMES = 8
 CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
@@ -93,6 +96,40 @@ class Failure:
     def as_user_error(self) -> UserError | None:
         """The UserError that the role raised, to be raised again in the root; None for any other failure."""
         return None if self.user_error is None else UserError(**self.user_error)
+
+
+def is_refusal(status: dict[str, Any]) -> bool:
+    """Whether it ended by an error of the user's before anything was trained. Engines that do not answer, a checkpoint
+    that is missing, GPUs too few: what was in the way may be gone by the next command, and nothing is lost by a look.
+    """
+    kind = (status["failure"] or {}).get("class")
+    return status["state"] == "failed" and kind == "config" and not (status["began"] and status["step"])
+
+
+def waits_for_people(status: dict[str, Any]) -> bool:
+    """Whether it failed in a way that would come again, so that a sweep's command leaves it alone unless told."""
+    kind = (status["failure"] or {}).get("class")
+    return status["state"] == "failed" and kind in MENDED_BY_PEOPLE and not is_refusal(status)
+
+
+def how_points_go_on(statuses: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Of the points of a sweep, by name, that failed: which the sweep's command tries again by itself, and what makes
+    it try the others.
+    """
+    failed = {name: status for name, status in statuses.items() if status and status["state"] == "failed"}
+    lasting = [name for name, status in failed.items() if waits_for_people(status)]
+    passing = [name for name in failed if name not in lasting]
+    told = []
+    if passing:
+        told.append(f"failed, and may pass: {_some(passing)}; the sweep's command tries again")
+    if lasting:
+        why = "failed, and would fail again as it is"
+        told.append(f"{why}: {_some(lasting)}; hydra.launcher.retry_failed=true in the sweep's command tries again")
+    return told
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
 def error_record(error: Exception) -> bytes:
