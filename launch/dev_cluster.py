@@ -247,7 +247,7 @@ class DevCluster:
             raise UserError(
                 f"{name} {late if ended is None else f'ended with code {ended}'}.",
                 where=" ".join(map(str, logs)),
-                why="\n         ".join([*tails, *self.complaint.splitlines()[:4]]) or "its log is empty",
+                why=" | ".join([*tails, *self.complaint.splitlines()[:4]]) or "its log is empty",
                 fix="mend what the log says, then: python -m launch.dev_cluster up",
             )
 

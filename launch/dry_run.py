@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from launch.slurm import write_script
 from launch.slurm_queue import DEFAULT_MAX_ARRAY_SIZE
 from launch.states import PointState
 from launch.sweep_file import record_points
+from prl.config.console import one_line
 from prl.planning.render import render_plan
 
 INDENT = "    "
@@ -32,29 +34,29 @@ def show(
     record_points(sweep_dir, points)
     first: dict[str, dict[str, Any]] = {}
     for point in points:
-        print(f"== {point.path.name} ({states[point.path]})")
+        print(one_line(f"== {point.path.name} ({states[point.path]})"))
         print(render_plan(point.plan))
         if point in todo:
             freeze(point)
             configs = write_roles(point)
-            print(f"commands: {point.path / ROLES / COMMANDS}")
+            print(one_line(f"commands: {point.path / ROLES / COMMANDS}"))
             print_roles(point, configs, first)
             first = first or configs
-            print(f"by hand: python -m prl.runtime.agent {point.path}")
+            print(one_line(f"by hand: python -m prl.runtime.agent {shlex.quote(str(point.path))}"))
     if not on_slurm or not todo:
         return
     (sweep_dir / "slurm").mkdir(parents=True, exist_ok=True)
     code = freeze_code(sweep_dir, todo)
     for batch in make_batches(todo, settings, settings.max_array_size or DEFAULT_MAX_ARRAY_SIZE):
         script = write_script(batch, sweep_dir, code)
-        print(f"== {script}")
+        print(one_line(f"== {script}"))
         print(script.read_text())
 
 
 def print_roles(point: Point, configs: dict[str, dict[str, Any]], first: dict[str, dict[str, Any]]) -> None:
     """The configuration of each role; once the first point is told, only what differs from it."""
     for role, config in configs.items():
-        print(f"{role}: {point.path / ROLES / role}.yaml")
+        print(one_line(f"{role}: {point.path / ROLES / role}.yaml"))
         lines = to_yaml(config).splitlines()
         if role in first:
             lines = [f"{key}: {json.dumps(value)}" for key, value in differences(config, first[role]).items()]

@@ -11,8 +11,9 @@ in functions here brings the schema (pydantic) and the planner, which take 0.3 s
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ class Task:
         try:
             config = resolve(cfg, choices=current_choices())
             if session.starts_nothing:
-                refuse_launcher(config)
+                refuse_launcher(HydraConfig.get().launcher, [config])
             if session.starts_nothing or not self._launched(config):
                 session.exit_code = session.job(config)
         except Exception as error:  # kept from Hydra, which would print it in its own way; raised again by prl.entry
@@ -75,22 +76,22 @@ class Task:
         return True
 
 
-def refuse_launcher(config: RunConfig) -> None:
-    """For a command that only looks: raise ConfigError for what a submission of this configuration would refuse of
-    hydra.launcher.
+def refuse_launcher(node: DictConfig, configs: Sequence[RunConfig]) -> None:
+    """For a command that only looks: raise ConfigError for what a submission of these points would refuse of the node
+    hydra.launcher, whatever this machine has.
     """
     from launch.reading import settings_of
     from launch.submitit_keys import refuse_asked
 
-    node = HydraConfig.get().launcher
-    found: list[UserError] = []
-    for check in (lambda: settings_of(node), lambda: refuse_asked(node, config)):
+    found: dict[str, UserError] = {}
+    checks: list[Callable[[], object]] = [lambda: settings_of(node)]
+    for check in [*checks, *(functools.partial(refuse_asked, node, config) for config in configs)]:
         try:
             check()
         except ConfigError as error:
-            found += error.violations
+            found |= {told.what: told for told in error.violations if told.what not in found}
     if found:
-        raise ConfigError(found)
+        raise ConfigError(list(found.values()))
 
 
 class PointSweeper(BasicSweeper):

@@ -22,6 +22,7 @@ from launch.states import PointState, state_in, state_of, taken
 from launch.submitit_keys import refuse_contradictions
 from launch.sweep_file import record_points
 from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
+from prl.config.console import one_line
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.planner import make_plan
 from prl.runtime.directory.files import locked
@@ -123,7 +124,7 @@ def wait_for_server(session: Session, path: Path) -> None:
     try:
         urls = urls_when_serving(path)
     except KeyboardInterrupt:
-        print(f"python -m prl.status {path} tells where it serves", file=sys.stderr)
+        print(one_line(f"python -m prl.status {path} tells where it serves"), file=sys.stderr)
         raise SystemExit(130) from None
     if not urls:
         print(why_it_does_not_serve(path), file=sys.stderr)
@@ -132,7 +133,7 @@ def wait_for_server(session: Session, path: Path) -> None:
     for url in urls:
         print(f"serving at {url}", flush=True)
     if (path / API_KEY).exists():
-        print(f"key for sampling: in {path / API_KEY}, for you alone", flush=True)
+        print(one_line(f"key for sampling: in {path / API_KEY}, for you alone"), flush=True)
 
 
 def why_it_does_not_serve(path: Path) -> str:
@@ -143,7 +144,7 @@ def why_it_does_not_serve(path: Path) -> str:
         return f"it does not serve: {more}"
     parts = [line for line in failure["log_tail"] if re.match(r"  (where|why|do):", line)]  # as a UserError renders
     cause = f"{failure['role']} failed, class {failure['class']}: {failure['message']}"
-    return "\n".join([f"it does not serve: {cause}", *parts, f"  more:  {more}"])
+    return "\n".join(map(one_line, [f"it does not serve: {cause}", *parts, f"  more:  {more}"]))
 
 
 def refuse_impossible(points: list[Point], settings: LauncherSettings, on_slurm: bool) -> None:
@@ -166,7 +167,7 @@ def _results(
     try:
         wait_for([point.path for point in points], sweep_dir, on_slurm)
     except KeyboardInterrupt:
-        print(f"no longer waiting; python -m prl.cancel {sweep_dir} stops what runs", file=sys.stderr)
+        print(one_line(f"no longer waiting; python -m prl.cancel {sweep_dir} stops what runs"), file=sys.stderr)
         raise SystemExit(130) from None
     results = {str(point.path): outcome(point) for point in points}
     session.failed |= {path: 1 for path, value in results.items() if isinstance(value, PointFailedError)}

@@ -16,6 +16,7 @@ from launch.points import Point, is_to_start
 from launch.session import Session
 from launch.settings import LauncherSettings
 from launch.states import state_in, take
+from prl.config.console import one_line
 from prl.config.errors import ConfigError, UserError
 from prl.runtime.directory.identity import job_name
 from prl.runtime.nodes.job_nodes import without_job
@@ -135,7 +136,7 @@ class Agents:
             self.running[place] = (point, agent)
             self.deadlines[place] = time.monotonic() + 60 * (self.settings.timeout_min or math.inf)
             if console is not None:
-                print(f"{point.path.name}: started, console in {console}", flush=True)
+                print(one_line(f"{point.path.name}: started, console in {console}"), flush=True)
 
     def take(self, point: Point) -> bool:
         """Whether it is still to be started, and by us. Raises OSError."""
@@ -170,7 +171,7 @@ class Agents:
         """Those that have taken longer than they may: in order, with a checkpoint, and the others go on."""
         for place, (point, agent) in self.running.items():
             if time.monotonic() > self.deadlines[place] and point.path not in self.late:
-                print(f"{point.path.name}: stopped after {self.settings.timeout_min:g} minutes", flush=True)
+                print(one_line(f"{point.path.name}: stopped after {self.settings.timeout_min:g} minutes"), flush=True)
                 self.late.add(point.path)
                 agent.terminate()
 
@@ -201,14 +202,15 @@ def exit_code(returncode: int) -> int:
 
 def _tell_end(session: Session, point: Point, code: int) -> None:
     how = "done" if code == 0 else "stopped" if code in INTERRUPTED else f"failed with exit code {code}"
-    print(f"{point.path.name}: {how}", flush=True)
+    print(one_line(f"{point.path.name}: {how}"), flush=True)
     if code:
         session.failed[str(point.path)] = code
 
 
 def _tell_not_started(session: Session, point: Point, error: OSError) -> None:
     told = refusal(error, point.path.parent)
-    print(f"{point.path.name}: not started: {error}" if told is None else told.render(), file=sys.stderr, flush=True)
+    line = one_line(f"{point.path.name}: not started: {error}")
+    print(line if told is None else told.render(), file=sys.stderr, flush=True)
     session.failed[str(point.path)] = 2
 
 

@@ -62,7 +62,7 @@ class Session:
         Args:
             state: one of `LEFT`.
         """
-        print(f"{path.name}: {LEFT[state]}", file=sys.stderr, flush=True)
+        print(one_line(f"{path.name}: {LEFT[state]}"), file=sys.stderr, flush=True)
         if state == "failed":
             self.failed[str(path)] = 1
 

@@ -20,6 +20,7 @@ from launch.settings import LauncherSettings
 from launch.shapes import Batch, make_batches
 from launch.slurm_queue import max_array_size, run_slurm
 from launch.sweep_file import record_submission
+from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.runtime.directory.files import create_exclusively, replace_file
 from prl.runtime.nodes.job_nodes import without_job
@@ -85,8 +86,8 @@ def submit(points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> 
             raise
         jobs.append(job_id)
         what = f"array of {len(batch.points)} points" if batch.is_array else batch.points[0].path.name
-        print(f"job {job_id}: {what}, {batch.shape.describe()}, {script}", flush=True)
-    print(f"python -m prl.status {os.path.relpath(sweep_dir)} shows what becomes of them", flush=True)
+        print(one_line(f"job {job_id}: {what}, {batch.shape.describe()}, {script}"), flush=True)
+    print(one_line(f"python -m prl.status {os.path.relpath(sweep_dir)} shows what becomes of them"), flush=True)
     return jobs
 
 

@@ -8,12 +8,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from prl.runtime.directory.files import is_held
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import read_status
-from prl.runtime.process.failures import MENDED_BY_PEOPLE
+from prl.runtime.process.failures import is_refusal, waits_for_people
 
 TAKEN = ".taken"  # in the sweep's directory: a locked file for each point that a sweep on this machine has in hand
 TAKE_WAIT_S = 0.5  # for those who only look whether a point is taken
@@ -36,18 +36,9 @@ def state_in(path: Path) -> PointState:
         return "missing"
     if status["state"] == "done":
         return "done"
-    kind = (status["failure"] or {}).get("class")
-    if status["state"] != "failed" or kind not in MENDED_BY_PEOPLE:
-        return "unfinished"
-    return "refused" if is_refusal(status) else "failed"
-
-
-def is_refusal(status: dict[str, Any]) -> bool:
-    """Whether it ended by an error of the user's before anything was trained. Engines that do not answer, a checkpoint
-    that is missing, GPUs too few: what was in the way may be gone by the next command, and nothing is lost by a look.
-    """
-    kind = (status["failure"] or {}).get("class")
-    return status["state"] == "failed" and kind == "config" and not (status["began"] and status["step"])
+    if waits_for_people(status):
+        return "failed"
+    return "refused" if is_refusal(status) else "unfinished"
 
 
 # --- points in the hands of a sweep on this machine -------------------------------------------------------------------

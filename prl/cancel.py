@@ -1,39 +1,86 @@
-"""`python -m prl.cancel DIR`: stop a run, or what runs and waits of a sweep; on SLURM and here."""
+"""`python -m prl.cancel DIR`: stop a run, or what runs and waits of a sweep; on SLURM and here.
+
+Exit codes: 0: all that ran or waited was told to stop. 1: something runs that could not be told, or nothing ran and
+nothing waited. 2: there is no run, no sweep and no directory of them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
 from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
+from prl.runtime.directory.files import find_directories
 from prl.runtime.directory.identity import signal_process
 from prl.runtime.directory.rundir import is_locked
-from prl.runtime.directory.status_file import read_status
-from prl.status import find_runs, status_path
+from prl.runtime.directory.status_file import read_status, status_path
+from prl.runtime.people.faults import find_faults, holds_run
+from prl.status import cause_of, find_runs, true_state, waiting_points
 
 
 def main() -> None:
     shield_console()
     parser = argparse.ArgumentParser(prog="prl cancel", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory, or that of a sweep")
-    directory = parser.parse_args().directory.absolute()
+    directory = parser.parse_args().directory.expanduser().absolute()
     try:
-        if not directory.is_dir():
-            raise UserError(f"there is no directory {directory}", where="prl cancel", fix="ls outputs outputs/sweeps")
+        refuse_no_run(directory)
         jobs = cancel_jobs(directory)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
     runs, others = stop_runs(directory, set(jobs))
-    print(one_line(f"cancelled: {', '.join([*jobs, *runs]) or 'nothing was running or waiting'}"))
+    if jobs or runs:
+        print(one_line(f"cancelled: {', '.join([*jobs, *runs])}"))
     for other in others:
         print(one_line(other), file=sys.stderr)
-    sys.exit(1 if others else 0)
+    if not (jobs or runs or others):
+        print(one_line(f"nothing was running or waiting: {what_it_is(directory)}"), file=sys.stderr)
+    sys.exit(0 if (jobs or runs) and not others else 1)
+
+
+def refuse_no_run(directory: Path) -> None:
+    """Raise UserError for what is neither a run nor a sweep, and holds none."""
+    from launch.sweep_file import SWEEP_FILE
+
+    if directory.is_dir():
+        if holds_run(directory) or (directory / SWEEP_FILE).exists() or find_directories(directory, holds_run):
+            return
+        what, why = f"{one_line(directory)} is no run and no sweep.", "a run has a plan.json, a sweep a sweep.json"
+        why += f"; here {'are other files' if any(directory.iterdir()) else 'is nothing'}, and no run below"
+    elif os.path.lexists(directory):
+        what, why = f"{one_line(directory)} is no directory.", "a run, or a sweep, is named by its directory"
+    else:
+        what, why = f"There is no directory {one_line(directory)}.", "a run, or a sweep, is named by its directory"
+    fix = "python -m prl.status outputs lists runs and sweeps below outputs"
+    raise UserError(what, where=one_line(directory), why=why, fix=fix)
+
+
+def what_it_is(directory: Path) -> str:
+    """A run and its state, or a sweep and those of its points."""
+    from launch.sweep_file import SWEEP_FILE
+
+    if holds_run(directory):
+        status = read_status(directory)
+        state = true_state(directory, status) if status or find_faults(directory) else "not started"
+        step = f", step {status['step']}/{status['max_steps']}" if status else ""
+        why = cause_of(directory, status)
+        return f"{directory} is a run that is {state}{step}" + (f" ({why})" if why else "")
+    states = {run.relative_to(directory).as_posix(): true_state(run, read_status(run)) for run in find_runs(directory)}
+    is_sweep = (directory / SWEEP_FILE).exists()
+    if is_sweep:
+        states = {**waiting_points(directory), **states}
+    counts = Counter(states.values())
+    told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    kind = "a sweep with" if is_sweep else "no run and no sweep, but holds"
+    return f"{directory} is {kind} {len(states)} {'points' if is_sweep else 'runs'} ({told or 'none of them started'})"
 
 
 def cancel_jobs(directory: Path) -> list[str]:
@@ -58,7 +105,7 @@ def stop_runs(directory: Path, jobs: Collection[str] = ()) -> tuple[list[str], l
 
     Returns: names of the runs that were told, and a line for each that lives and could not be.
     """
-    runs = [directory] if status_path(directory).exists() else find_runs(directory)
+    runs = [directory] if holds_run(directory) else find_directories(directory, holds_run)
     stopped, others = [], []
     for run in runs:
         root = read_status(run).get("root", {})

@@ -16,7 +16,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.hydra_plugin import Task, register_plugins
+from launch.hydra_plugin import Task, refuse_launcher, register_plugins
 from launch.session import Job, Session, point_key
 from prl.config.composing import (
     VERSION_BASE,
@@ -25,13 +25,13 @@ from prl.config.composing import (
     problems,
     refuse_contradictions,
 )
-from prl.config.console import leave_told, shield_console
+from prl.config.console import leave_told, one_line, shield_console
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.config.hydra_setup import SWEEP_OPTION, name_sweep, register
 from prl.config.locate import conf_dir
 from prl.config.overrides import parse, swept_keys
 from prl.config.search_path import use_directories
-from prl.config.sweep import corners, expand, makes_a_grid, resolve_points, sweep_lines
+from prl.config.sweep import corners, expand, launcher_of, makes_a_grid, resolve_points, sweep_lines
 from prl.config.unreadable import UNREADABLE, unreadable
 from prl.runtime.nodes.torchrun import refuse_torchrun
 
@@ -75,8 +75,17 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
         shown = of_a_file
     except KeyboardInterrupt:  # while nothing runs that would have to be stopped
         sys.exit(130)
-    print(shown.render(), file=sys.stderr)
+    print(with_all_others(shown, args.overrides, name, args.multirun).render(), file=sys.stderr)
     sys.exit(2)
+
+
+def with_all_others(error: UserError, overrides: list[str], config_name: str, multirun: bool) -> UserError:
+    """Of a command line of which more may be wrong than was met first."""
+    if not isinstance(error, ConfigError) and error.where not in overrides:
+        return error
+    from prl.all_wrong import all_wrong  # pydantic and the planner: --cfg and completion do without them
+
+    return all_wrong(error, overrides, config_name, multirun)
 
 
 def parse_command_line() -> argparse.Namespace:
@@ -118,6 +127,7 @@ def _run(session: Session, overrides: list[str], multirun: bool, completing: boo
         points = expand(lines) if makes_a_grid(lines, session.config_name) else corners(lines)
         configs = resolve_points(points, session.config_name, session.swept)
         if session.starts_nothing:
+            refuse_launcher(launcher_of(lines, session.config_name), configs)
             return max(session.job(config) for config in configs)
         session.points = dict(zip(map(point_key, points), configs, strict=True))
         name_sweep(session.config_name, lines)
@@ -129,7 +139,7 @@ def _run(session: Session, overrides: list[str], multirun: bool, completing: boo
     if session.error is not None:
         raise session.error
     for output_dir, code in session.failed.items():
-        print(f"point failed with exit code {code}: {output_dir}", file=sys.stderr)
+        print(one_line(f"point failed with exit code {code}: {output_dir}"), file=sys.stderr)
     return 1 if session.failed else session.exit_code
 
 

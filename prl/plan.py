@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from prl.config.console import one_line
 from prl.entry import run_app
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def freeze(config: RunConfig) -> int:
     plan = make_plan(config)
     point = claim(plan)
     point.release()
-    print(f"frozen: {point.path}")
+    print(one_line(f"frozen: {point.path}"))
     seats = seats_by_hand(plan, point.path) if plan.config.job in LEADERS else ()
     for seat in seats:
         if "/" not in seat.name:  # not those of torchrun's ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -13,17 +13,17 @@ from typing import Any
 from prl.config.console import console_error, leave_told, one_line, shield_console
 from prl.config.errors import UserError
 from prl.runtime.agent import read_attempts
-from prl.runtime.directory.files import find_directories, open_regular, parse_object
+from prl.runtime.directory.files import find_directories, parse_object
 from prl.runtime.directory.ledger import summarise_failures
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
+from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run, last_lines
 from prl.runtime.people.view import clock
+from prl.runtime.process.failures import how_points_go_on, waits_for_people
 
 HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "updated", "why")
 WHY_WIDTH = 80
 FOLLOW_S = 2.0
-TAIL_BYTES = 20_000  # some rows of metrics
-UNREADABLE = "unreadable"
 ALIVE = ("starting", "running", "stopping", "queued")
 IDLE = (*FINAL_STATES, "lost")
 ALONE = "."  # how the record of a job that is no part of a sweep names its run
@@ -46,7 +46,7 @@ def show(directory: Path, follow: bool) -> None:
     while True:
         text, alive = render(directory)
         if not text:
-            print(f"no run in {directory}", file=sys.stderr)
+            print(one_line(f"no run in {directory}"), file=sys.stderr)
             sys.exit(2)
         clear = "\x1b[2J\x1b[H" if follow and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
@@ -57,7 +57,7 @@ def show(directory: Path, follow: bool) -> None:
 
 def render(directory: Path) -> tuple[str, bool]:
     """One run in full or a table of runs (nothing, if there is none), and whether any of them runs or waits."""
-    if status_path(directory).exists():
+    if has_told(directory):
         state = state_alone(directory)
         return render_run(directory, state), state in ALIVE
     waiting, damage = {}, ""
@@ -69,12 +69,23 @@ def render(directory: Path) -> tuple[str, bool]:
     rows = [_row(directory, run) for run in runs]
     started = {run.relative_to(directory).as_posix() for run in runs}
     rows += [(name, state, *[""] * (len(HEADER) - 2)) for name, state in waiting.items() if name not in started]
-    rows = [(row[0], waiting.get(row[0], row[1]), *row[2:]) if row[1] in IDLE else row for row in rows]
+    rows = [(row[0], _state_in(waiting, row[0], row[1]), *row[2:]) for row in rows]
     rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    lines = [render_table(sorted(rows)), one_line(summarise_failures(directory)), damage]
+    goes_on = how_points_go_on(_statuses(directory, runs)) if (directory / "sweep.json").exists() else []
+    lines = [render_table(sorted(rows)), *map(one_line, [*goes_on, summarise_failures(directory)]), damage]
     return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
+
+
+def _statuses(directory: Path, runs: list[Path]) -> dict[str, dict[str, Any]]:
+    return {run.relative_to(directory).as_posix(): read_status(run) for run in runs}
+
+
+def _state_in(waiting: dict[str, str], name: str, state: str) -> str:
+    """Of a point, with what its sweep's record and SLURM's queue know of it."""
+    known = waiting.get(name, state)
+    return known if state in IDLE or (state == UNREADABLE and known == "queued") else state
 
 
 def state_alone(run_dir: Path) -> str:
@@ -112,7 +123,12 @@ def waiting_points(sweep_dir: Path) -> dict[str, str]:
 
 def find_runs(directory: Path) -> list[Path]:
     """Run directories at any depth below, not looking into runs."""
-    return find_directories(directory, lambda path: status_path(path).exists())
+    return find_directories(directory, has_told)
+
+
+def has_told(path: Path) -> bool:
+    """Whether a run has told of itself here, or would have if its files could be read."""
+    return status_path(path).exists() or (holds_run(path) and (is_locked(path) or bool(find_faults(path))))
 
 
 def true_state(run_dir: Path, status: dict[str, Any]) -> str:
@@ -131,9 +147,9 @@ def render_run(run_dir: Path, state: str) -> str:
 
 
 def _lines_of_run(run_dir: Path, state: str) -> list[str]:
-    status = read_status(run_dir)
+    status, faults = read_status(run_dir), find_faults(run_dir)
     if not status:
-        return [f"{run_dir}: {state}; {status_path(run_dir)} holds no status"]
+        return [f"{run_dir}: {state}", *faults]
     lines = [
         f"{run_dir}: {state}, step {status['step']}/{status['max_steps']}",
         f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)} ago",
@@ -145,11 +161,30 @@ def _lines_of_run(run_dir: Path, state: str) -> list[str]:
         lines.append(f"  {name:<20} {role_state(role, state)}{exit_code} (process {role['pid']})")
     lines += [f"engine {url} is left out: {why}" for url, why in status["lost_engines"].items()]
     lines += [f"alarm {alarm['kind']} since step {alarm['since']}: {alarm['message']}" for alarm in status["alarms"]]
+    lines += faults
     failure = status["failure"]
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")
         lines += [f"  | {line}" for line in failure["log_tail"]]
+        lines += [_how_it_goes_on(run_dir, status)] * (state == "failed")
     return lines
+
+
+def _how_it_goes_on(run_dir: Path, status: dict[str, Any]) -> str:
+    place = shlex.quote(str(run_dir))
+    if not (run_dir.parent / "sweep.json").exists():
+        return f"to go on: the same command with output_dir={place}"
+    why = "it may pass: the sweep's command tries it again"
+    if waits_for_people(status):
+        why = "it would fail again as it is: hydra.launcher.retry_failed=true in the sweep's command tries it again"
+    return f"{why}; this point alone: python -m prl.runtime.agent {place}"
+
+
+def cause_of(run: Path, status: dict[str, Any]) -> str:
+    """In one line: why it failed, and which of its files cannot be read."""
+    failure = status.get("failure")
+    why = [f"{failure['class']}: {failure['role']}: {failure['message']}"] if failure else []
+    return "; ".join([*why, *find_faults(run)])
 
 
 def role_state(role: dict[str, Any], state: str) -> str:
@@ -166,16 +201,15 @@ def render_table(rows: list[tuple[str, ...]]) -> str:
 
 def _row(directory: Path, run: Path) -> tuple[str, ...]:
     name, status = run.relative_to(directory).as_posix(), read_status(run)
+    state = true_state(run, status)
     if not status:
-        return (name, UNREADABLE, *[""] * (len(HEADER) - 3), f"{status_path(run)} holds no status")
-    failure = status["failure"]
-    why = f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else ""
+        return (name, state, *[""] * (len(HEADER) - 3), cause_of(run, status))
+    why = cause_of(run, status)
     alarms, lost = ", ".join(alarm["kind"] for alarm in status["alarms"]), ", ".join(status["lost_engines"])
     more = [f"alarms: {alarms}"] * bool(alarms) + [f"engines left out: {lost}"] * bool(lost)
     why = why or "; ".join(more)
     why = why if len(why) <= WHY_WIDTH else f"{why[: WHY_WIDTH - 1]}…"  # the run's own view has all of it
     step = f"{status['step']}/{status['max_steps']}"
-    state = true_state(run, status)
     last = last_rows(run)
     reward = last.get("eval/reward", last.get("reward", last.get("val_loss", last.get("loss"))))
     figures = tuple(_figure(value) for value in (reward, last.get("tokens_per_s")))
@@ -192,19 +226,10 @@ def last_rows(run: Path) -> dict[str, Any]:
     """The newest value of each metric, of the last rows that trainer and orchestrator wrote."""
     newest: dict[str, Any] = {}
     for role in ("orchestrator", "trainer.0"):  # the trainer's tokens_per_s is the one of the final table
-        for line in tail(run / "metrics" / f"{role}.jsonl"):
-            newest.update(parse_object(line) or {})  # the first one may be cut
+        with contextlib.suppress(OSError):
+            for line in last_lines(run / "metrics" / f"{role}.jsonl"):
+                newest.update(parse_object(line) or {})  # the first one may be cut
     return newest
-
-
-def tail(path: Path) -> list[str]:
-    """The last lines of a file, without reading all of it."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def _ago(status: dict[str, Any]) -> str:

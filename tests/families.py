@@ -6,23 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
-from tiny import VOCAB
 from torch import Tensor
 
 from prl.config.families import FAMILIES
 from prl.config.schema import ModelCard
 
-BASE: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "rope_theta": 5000.0,
-}
+BASE: dict[str, Any] = {**tiny.BASE, "num_hidden_layers": 3}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip

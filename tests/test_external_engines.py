@@ -132,10 +132,24 @@ def test_who_cannot_serve_a_run_is_refused_by_name(routes, what, remedy) -> None
     assert remedy in refused.value.fix
 
 
-def test_the_loss_of_an_engine_is_told_to_the_root(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "nobody listens there"),
+        ((500, {"error": {"message": "out of\nluck"}}), "it answered /lease by 500: out of\nluck"),
+        ((409, facts(lease={"run": "theirs", "host": "h"})), "it is held by another run: theirs on h"),
+        ((404, {}), "it is no inference engine"),
+        ((200, facts("model=tiny_llama") | {"grant": "g"}), "it holds another model: tiny_llama"),
+        ((200, facts() | {"grant": "other"}), "it was started again, or our lease had run out"),
+    ],
+)
+def test_the_loss_of_an_engine_is_one_sentence_that_says_how_it_goes_on(tmp_path, monkeypatch, answer, said) -> None:
     monkeypatch.setenv(VARIABLE, KEY)
+    monkeypatch.setattr("prl.orchestrator.external.RENEW_S", 0.05)
+    monkeypatch.setattr("prl.orchestrator.external.PATIENCE_S", 0.0)
+    routes: dict[str, tuple[int, object]] = {LEASE: (200, facts() | {"grant": "g"})}
 
-    async def lose(url: str) -> None:
+    async def lose(url: str, server: contextlib.ExitStack) -> None:
         with socket.socket() as nobody:
             nobody.bind(("127.0.0.1", 0))
             silent = f"http://127.0.0.1:{nobody.getsockname()[1]}"
@@ -148,13 +162,26 @@ def test_the_loss_of_an_engine_is_told_to_the_root(tmp_path, monkeypatch) -> Non
             engines = ExternalEngines(ctx)  # type: ignore[arg-type]
             view = RunView(plan, tmp_path)
             await engines.take()
-            engines._lose(0, "no answer")
-            view.poll()
+            if answer is None:
+                server.close()
+            else:
+                routes[LEASE] = answer
+            keep = asyncio.create_task(engines._keep(0))
+            while len(view.lost_engines) < 2 and not keep.done():
+                await asyncio.sleep(0.05)
+                view.poll()
+            keep.cancel()
+            await asyncio.wait([keep])
             await engines.pool.close()
-        assert view.lost_engines == {silent: "no answer yet", url: "no answer"}
+        then = "the run goes on with the others, and takes it in again when it can serve (to start it: python -m prl"
+        ways = [f"{then}.inference inference.port={at.rpartition(':')[2]}" for at in (silent, url)]
+        assert view.take_told() == [
+            f"{silent} is left out: it has not answered yet; {ways[0]} inference.control_key_var={VARIABLE})",
+            f"{url} is left out: {said}; {ways[1]} inference.control_key_var={VARIABLE})",
+        ]
 
-    with answering({LEASE: (200, facts() | {"grant": "g"})}) as url:
-        asyncio.run(lose(url))
+    with contextlib.ExitStack() as server:
+        asyncio.run(lose(server.enter_context(answering(routes)), server))
 
 
 def test_nobody_at_all_is_told_with_the_urls() -> None:

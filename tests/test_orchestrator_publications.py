@@ -105,7 +105,7 @@ def test_a_failure_in_an_update_without_a_death_is_an_error(monkeypatch):
     async def scenario():
         async with pool_of(2) as (pool, (_, other)):
             other.missing = 1
-            with pytest.raises(EngineError, match=r"update_weights: 400: .*cannot be fetched"):
+            with pytest.raises(EngineError, match=r"update_weights by 400: .*cannot be fetched"):
                 await pool.update_weights(7, info(7))
 
     asyncio.run(scenario())

@@ -187,7 +187,7 @@ def test_a_replica_that_does_not_come_back_is_an_error():
             await pool.update_weights(1, {"version": 1})
             pool.lose(0)
             back.missing = 1000
-            with pytest.raises(EngineError, match=r"update_weights: 400: .*cannot be fetched"):
+            with pytest.raises(EngineError, match=r"update_weights by 400: .*cannot be fetched"):
                 await pool.readmit(0, 0.3)
 
     asyncio.run(scenario())

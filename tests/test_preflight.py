@@ -26,7 +26,7 @@ def bare(tmp_path, monkeypatch):
     monkeypatch.setattr(gpus, "DEVICES", ())
     monkeypatch.setattr(preflight, "find_spec", lambda module: None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     return tmp_path
 
@@ -56,7 +56,7 @@ def test_a_recipe_is_told_all_that_the_machine_lacks(bare):
         assert sum(piece in what for what in told) == 1, (piece, told)
     assert len(told) == 6
     assert all(error.where and error.fix for error in found)
-    (bare / "hub/models--Qwen--Qwen3-30B-A3B/snapshots").mkdir(parents=True)
+    (bare / "hub/models--Qwen--Qwen3-30B-A3B/snapshots/0").mkdir(parents=True)
     (bare / "datasets/agentica-org___deep_scale_r-preview-dataset").mkdir(parents=True)
     assert len(lacking(*RECIPE)) == 4, "what lies in the caches is there"
 

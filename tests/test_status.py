@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 from watch_directory import make_run
 
+from launch.session import Session
 from prl.compare.points import read_directory
 from prl.compare.ranking import compare
 from prl.compare.table import render_csv, render_json, render_text
 from prl.config import compose
+from prl.config.errors import ConfigError, UserError
 from prl.planning import make_plan
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import StatusFile
 from prl.runtime.launch import _conclude
+from prl.runtime.people.progress import Progress
 from prl.runtime.process.failures import Failure
 from prl.runtime.process.signals import StopSignals
 from prl.runtime.supervisor import Outcome
-from prl.status import WHY_WIDTH, render
+from prl.status import WHY_WIDTH, render, show
 from prl.watch.store import Store
 
 ODD = [b"a\nb", b"\xff\xfe", "ü\u2028\x1b[2J".encode()]
@@ -46,6 +49,24 @@ def test_names_and_labels_of_any_bytes_are_lines_of_a_table(tmp_path: Path) -> N
     assert len(render_csv(comparison).splitlines()) == 1 + len(ODD)
     whole, _ = render(Path(os.fsdecode(os.fsencode(tmp_path) + b"/s/" + ODD[0])))
     assert "a\\nb: done" in whole
+
+
+NAME = "a\nb\x1b[2J"
+
+
+def test_errors_and_notes_escape_what_a_name_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told = UserError(f"{NAME} is wrong", where=NAME, why=NAME, fix=f"mv {NAME}")
+    assert told.render().count("a\\nb\\x1b[2J") == 4
+    assert ConfigError([told, told]).render().count("a\\nb\\x1b[2J") == 8
+    Progress("plain").note(f"run directory {NAME}\t1")
+    assert capsys.readouterr().out.splitlines() == ["run directory a\\nb\\x1b[2J   1"]
+    failure = Failure("code", "trainer/0", 0, 0, NAME, NAME, (f"{NAME}\t1",))
+    assert [line.isprintable() for line in failure.render().split("\n")] == [True] * 3
+    with pytest.raises(SystemExit):
+        show(tmp_path / NAME, follow=False)
+    assert capsys.readouterr().err == f"no run in {tmp_path}/a\\nb\\x1b[2J\n"
+    Session(lambda config: 0).leave(Path(NAME), "done")
+    assert capsys.readouterr().err == "a\\nb\\x1b[2J: done already\n"
 
 
 @pytest.mark.parametrize("state", ["done", "failed", "stopped", "running"])  # nobody holds the lock: it is lost

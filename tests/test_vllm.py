@@ -181,9 +181,9 @@ def test_the_eos_ends_a_completion(server: Server, path: Path) -> None:
 
 
 def test_refusals_are_engine_errors(server: Server) -> None:
-    with pytest.raises(EngineError, match=r"generate: 400: .*token ids"):
+    with pytest.raises(EngineError, match=r"generate by 400: .*token ids"):
         server.sample([10**6])
-    with pytest.raises(EngineError, match="generate: 400: "):
+    with pytest.raises(EngineError, match="generate by 400: "):
         server.sample([1] * 300)
 
 
@@ -332,7 +332,7 @@ def test_a_damaged_version_changes_nothing(server: Server, path: Path) -> None:
     data[-5] ^= 1
     file.write_bytes(data)
     info = {"type": "filesystem", "path": str(file.parent), "version": 99}
-    with pytest.raises(EngineError, match=r"update_weights: 500: .*is damaged"):
+    with pytest.raises(EngineError, match=r"update_weights by 500: .*is damaged"):
         server.with_pool(lambda pool: pool.update_weights(99, info))
     assert server.http.get("/weight_info").body == {"weight_version": str(server.version)}
     server.http.post("/resume")
@@ -349,7 +349,7 @@ def test_weights_of_another_model_are_refused(server: Server, path: Path) -> Non
     model = other_model(path, server.config, 8)
     some = [(name, tensor) for name, tensor in hf_tensors(model) if "layers.0.self_attn" not in name]
     info = published(publisher, 100, some)
-    with pytest.raises(EngineError, match=r"finish_weight_update: 500: .*got no new weights"):
+    with pytest.raises(EngineError, match=r"finish_weight_update by 500: .*got no new weights"):
         server.with_pool(lambda pool: pool.update_weights(100, info))
 
 

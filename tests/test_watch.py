@@ -297,11 +297,13 @@ def test_only_what_was_appended_is_read_and_a_resumed_run_is_read_anew(tmp_path:
     assert read.values["trainer.0", "loss"] == {1: 3.0}
 
 
-@pytest.mark.parametrize("name", ["nothing-there", "empty", "file"])
-def test_a_wrong_directory_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"), [("gone", "is not there"), ("empty", "holds no run"), ("file", "is no directory")]
+)
+def test_a_wrong_directory_is_refused(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="there is no"):
+    with pytest.raises(UserError, match=f"{tmp_path}/{name} {what}"):
         open_store(tmp_path / name)
 
 
@@ -353,3 +355,47 @@ def test_no_markup_is_ever_made_of_text() -> None:
 
 def test_every_view_has_a_test() -> None:
     assert set(VIEWS) == {"overview", "sweep", "run", "steps", "rollouts", "rollout", "tasks"}
+
+
+@pytest.mark.parametrize("path", ["/api/nothing", "/api/run/more", "/api/"])
+def test_routes_of_data_that_there_are_not_answer_in_json(sweep: Path, path: str) -> None:
+    async def ask(session: ClientSession, url: str) -> list[Any]:
+        found = []
+        for token in ("", f"/?token={TOKEN}"):
+            async with session.get(f"{url}{token}"):
+                pass
+            async with session.get(f"{url}{path}") as answer:
+                found.append((answer.status, answer.content_type, (await answer.json())["error"]))
+        async with session.post(f"{url}/api/overview") as answer:
+            found.append((answer.status, answer.content_type, (await answer.json())["error"]))
+        return found
+
+    unknown, *others = asked(sweep, ask)
+    assert unknown == (
+        401,
+        "application/json",
+        "This page wants the token of the link that `python -m prl.watch` has printed.",
+    )
+    assert others[0][:2] == (404, "application/json")
+    assert others[0][2].startswith(f"there is no {path}; there are /api/overview, /api/sweep, ")
+    assert others[1] == (405, "application/json", "Method Not Allowed")
+
+
+def test_who_starts_it_where_nothing_is_is_told_what_was_looked_for_and_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        open_store(Path("outputs"))
+    told = refused.value
+    assert told.what == "No directory was named, and outputs, where runs lie by default, is not there."
+    assert (told.where, f"given in {tmp_path}" in told.why) == (str(tmp_path / "outputs"), True)
+    assert told.fix.startswith("python -m prl.rl starts a run")
+    make_run(tmp_path / "outputs/a b", {"seed": "1"})
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for named in (Path("outputs"), Path("."), Path("nowhere")):
+        with pytest.raises(UserError) as refused:
+            open_store(named)
+        assert refused.value.fix == f"python -m prl.watch {tmp_path / 'outputs'}"
+    assert list(open_store(Path(refused.value.fix.split()[-1])).runs) == ["a b"]

@@ -17,7 +17,7 @@ from prl.transport.kept import KeptTokens
 VOCAB = 264  # 256 bytes, 6 special tokens, padded to a multiple of 8
 END = 256  # "<|end|>"
 
-_BASE = {
+BASE = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -31,11 +31,11 @@ _BASE = {
 
 def moe_card(**changes: object) -> ModelCard:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": True}
-    return ModelCard(**{"family": "qwen3_moe", **_BASE, **sizes, **changes})
+    return ModelCard(**{"family": "qwen3_moe", **BASE, **sizes, **changes})
 
 
 def dense_card(**changes: object) -> ModelCard:
-    return ModelCard(**{"family": "qwen3", **_BASE, "intermediate_size": 48, "tie_word_embeddings": False, **changes})
+    return ModelCard(**{"family": "qwen3", **BASE, "intermediate_size": 48, "tie_word_embeddings": False, **changes})
 
 
 def random_model(card: ModelCard, seed: int = 0, std: float = 0.2) -> Decoder:

@@ -76,7 +76,15 @@ document.querySelectorAll('[data-group]').forEach(e => {
   e.addEventListener('mouseleave', () => light(undefined));
 });
 """
-STATE_CLASSES = {"done": "good", "failed": "bad", "crashed": "bad", "lost": "bad", "missing": "bad", "killed": "bad"}
+STATE_CLASSES = {
+    "done": "good",
+    "failed": "bad",
+    "crashed": "bad",
+    "lost": "bad",
+    "missing": "bad",
+    "killed": "bad",
+    "unreadable": "bad",
+}
 VERDICT_CLASSES = {"best": "good", "worse": "bad"}
 TEXT_COLUMNS = ("against the best", "state", "why")
 

@@ -16,6 +16,7 @@ from prl.runtime.directory.files import find_directories, read_object
 from prl.runtime.directory.rundir import ENV, is_locked
 from prl.runtime.directory.shapes import is_number, shaped, texts
 from prl.runtime.directory.status_file import FINAL_STATES, read_status
+from prl.runtime.people.faults import PLAN, UNREADABLE, find_faults, holds_run
 
 SWEEP_FILE = "sweep.json"
 OF_PLAN: dict[str, Any] = {
@@ -31,7 +32,8 @@ class Point:
     """One point of a sweep.
 
     `state` is that of status.json, or "lost" (it says that it is alive and is not), "not started" (a frozen plan and
-    nothing more) or "missing" (listed in sweep.json, and nothing there). `devices` counts those of trainer and engines.
+    nothing more), "missing" (listed in sweep.json, and nothing there) or "unreadable" (`why` says which file, and why).
+    `devices` counts those of trainer and engines.
     """
 
     name: str
@@ -63,7 +65,7 @@ def read_directory(target: Path) -> list[Point]:
 
     Raises UserError if there is none.
     """
-    if (target / "plan.json").exists():
+    if holds_run(target):
         return [read_point(target, target.name)]
     listed = _listed_points(target)
     paths = {path.resolve(): entry for path, entry in listed}
@@ -81,8 +83,8 @@ def read_directory(target: Path) -> list[Point]:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Directories with a plan.json at any depth, not looking into them."""
-    return find_directories(directory, lambda path: (path / "plan.json").exists())
+    """Directories with a plan or a status at any depth, not looking into them."""
+    return find_directories(directory, holds_run)
 
 
 def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> Point:
@@ -92,16 +94,17 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
         listed: its entry in sweep.json.
     """
     listed = listed or {}
-    found = _read_json(path / "plan.json")
+    found, faults = _read_json(path / PLAN), find_faults(path)
     plan = shaped(found, OF_PLAN)
     config, roles = plan["config"] if "config" in found else {}, plan["roles"]
     swept = texts(config.get("swept")) or texts(listed.get("swept"))
     status = read_status(path)
     failure = status.get("failure") or {}
+    told = [f"{failure['class']}: {failure['role']}: {failure['message']}"] if failure else []
     point = Point(
         name=one_line(name),
-        state=_state(path, bool(found), status),
-        why=one_line(f"{failure['class']}: {failure['role']}: {failure['message']}") if failure else "",
+        state=_state(path, bool(found), status, faults),
+        why=one_line("; ".join([*told, *faults])),
         point_id=one_line(plan["point_id"] or listed.get("point_id", "")),
         job=config.get("job", ""),
         step=status.get("step", 0),
@@ -119,7 +122,11 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
     return point
 
 
-def _state(path: Path, has_plan: bool, status: dict[str, Any]) -> str:
+def _state(path: Path, has_plan: bool, status: dict[str, Any], faults: list[str]) -> str:
+    if not status and is_locked(path):
+        return "running"
+    if not status and faults:
+        return UNREADABLE
     if not status:
         return "not started" if has_plan else "missing"
     silent = time.time() - status.get("updated", 0.0) > LOST_AFTER_S
@@ -131,7 +138,8 @@ def _listed_points(target: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Path and entry of each point in sweep.json; a relative `dir` is one below the sweep's."""
     found = _read_json(target / SWEEP_FILE).get("points")
     entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-    return [(target / entry["dir"], entry) for entry in entries if isinstance(entry.get("dir"), str)]
+    names = [(entry.get("dir"), entry) for entry in entries]
+    return [(target / name, entry) for name, entry in names if isinstance(name, str) and "\0" not in name]
 
 
 def _name(path: Path, target: Path) -> str:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prl.compare import wandb_source
-from prl.compare.points import Point, read_directory
+from prl.compare.points import SWEEP_FILE, Point, read_directory
 from prl.compare.wandb_file import find_files, read_files
 from prl.config.console import one_line
 from prl.config.errors import UserError
+from prl.runtime.directory.files import why_no_object
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.process.failures import how_points_go_on
 
 TARGET = "target"  # the column of --by-target
 
@@ -28,6 +31,10 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
     notes = []
     for target, label in zip(targets, labels(targets), strict=True):
         found = _read(target)
+        place = Path(target).expanduser()
+        notes += [one_line(why) for why in _damage_of_record(place)]
+        if (place / SWEEP_FILE).exists():
+            notes += map(one_line, how_points_go_on({point.name: read_status(place / point.name) for point in found}))
         new = [point for point in found if not point.run_id or point.run_id not in known]
         known |= {point.run_id for point in new if point.run_id}
         if len(new) < len(found):
@@ -55,6 +62,13 @@ def _read(target: str) -> list[Point]:
     if files and not _holds_runs(place):
         return [wandb_source.read_run(run) for run in read_files(files)]
     return read_directory(place)
+
+
+def _damage_of_record(place: Path) -> list[str]:
+    """Of a sweep whose list of points cannot be read: those without a directory are not shown."""
+    path = place / SWEEP_FILE
+    why = why_no_object(path) if path.exists() else ""
+    return [f"{why}; points that have not begun are not shown"] if why else []
 
 
 def _holds_runs(place: Path) -> bool:

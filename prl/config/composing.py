@@ -38,6 +38,7 @@ from prl.config.overrides import (
 from prl.config.own_files import overridden, wrong_files
 from prl.config.refused_lines import refused_file, refused_line
 from prl.config.search_path import directories
+from prl.config.traced import traced
 from prl.config.unreadable import UNREADABLE, unreadable
 
 if TYPE_CHECKING:
@@ -138,7 +139,10 @@ def compose(overrides: list[str], config_name: str = "rl") -> RunConfig:
     choices = run_choices(cfg)
     with open_dict(cfg):
         del cfg["hydra"]
-    return resolve(cfg, choices=choices)
+    try:
+        return resolve(cfg, choices=choices)
+    except ConfigError as error:
+        raise traced(error, overrides, config_name) from error
 
 
 def run_choices(cfg: DictConfig) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from prl.config.console import one_line
+
 PLACEHOLDER = re.compile(r"=(.*(\b[A-Z]{4,}\b|DIRECTORY|HOST:PORT)|N$|\.\.\.$|/path/)")
 
 
@@ -33,10 +35,10 @@ class UserError(Exception):
         return [tuple(words) for words in alternatives if words and all(map(is_override, words))]
 
     def render(self) -> str:
-        lines = [self.what]
+        lines = [one_line(self.what)]
         for label, text in (("where", self.where), ("why", self.why), ("do", self.fix)):
             if text:
-                lines.append(f"  {label + ':':<7}{text}")
+                lines.append(f"  {label + ':':<7}{one_line(text)}")
         return "\n".join(lines)
 
 
@@ -57,7 +59,11 @@ class ConfigError(UserError):
         return "\n".join([head, *(f"\n{i}. {v.render()}" for i, v in enumerate(self.violations, 1))])
 
 
-class AwayError(UserError):
+class PassingError(UserError):
+    """A condition of the machine that may pass (a full disk): the same command may find it gone, unchanged."""
+
+
+class AwayError(PassingError):
     """What others run is away for now; the same command may find it back."""
 
 

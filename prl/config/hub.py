@@ -1,17 +1,58 @@
-"""Checkpoints and data sets of the Hugging Face hub: from its cache (HF_HOME), or fetched into it."""
+"""Checkpoints and data sets of the Hugging Face hub: what is a name of it and what a path, what its cache (HF_HOME)
+has, and how the rest is fetched into it.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prl.config.errors import UserError
-from prl.config.wanted import is_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Kind = Literal["model", "dataset"]
+PATHS = ("/", "./", "../", "~")  # what names of the hub do not begin with
+OUTPUTS = "outputs"  # where runs lie, exports among them
+
+
+def is_path(name: str) -> bool:
+    """Whether it can be a path only, and no name of the hub, which are NAME or OWNER/NAME."""
+    return name.startswith((*PATHS, f"{OUTPUTS}/")) or name.count("/") > 1
+
+
+def is_hub_data(source: str) -> bool:
+    """Whether `sft.data.source` names a data set of the hub, and no environment or file."""
+    return not source.startswith("env:") and not source.endswith(".jsonl") and not is_path(source)
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it has fetched, by the environment as it is now."""
+    return Path(os.environ.get("HF_HUB_CACHE") or f"{_home()}/hub").expanduser()
+
+
+def _home() -> str:
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return os.environ.get("HF_HOME") or f"{caches}/huggingface"
+
+
+def cached_snapshots(name: str, kind: Kind) -> list[Path]:
+    """Those of a repository in the hub's cache, which may lack files."""
+    return sorted((hub_cache() / f"{kind}s--{name.replace('/', '--')}" / "snapshots").glob("*"))
+
+
+def is_cached(name: str, kind: Kind) -> bool:
+    """Whether any of it lies in a cache of this machine."""
+    if cached_snapshots(name, kind):
+        return True
+    if kind == "model":
+        return False
+    # `datasets` keeps tables of its own: OWNER___name_in_snake_case
+    tables = Path(os.environ.get("HF_DATASETS_CACHE") or f"{_home()}/datasets").expanduser()
+    owner, _, rest = name.rpartition("/")
+    return any(folder.is_dir() for folder in tables.glob(f"{owner}___*" if owner else f"{rest}*"))
 
 
 def fetch_checkpoint(repo_id: str) -> Path:

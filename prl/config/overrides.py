@@ -15,11 +15,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from prl.config.errors import UserError
+from prl.config.errors import ConfigError, UserError
 from prl.config.locate import added_groups, conf_dir, config_groups, folders_of, searched, sweep_files
 from prl.config.search_path import directories
 
 SWEEP_GROUP = "sweep_file"
+IN_POINT = " (first in the point "  # before the label of a sweep's point, where an error is of one
 ENDING = "Hydra reads files that end in .yaml"
 JOBS = ("rl", "sft", "inference", "bench", "eval")
 # take keys that conf/ does not list; Hydra alone would ask for a +
@@ -31,8 +32,16 @@ OPEN_NODES = (
 
 
 def parse(lines: Iterable[str]) -> list[Override]:
-    """Parsed overrides. Raises UserError for a line that is no override."""
-    return [_parse_line(line) for line in lines]
+    """Parsed overrides. Raises UserError for a line that is no override, ConfigError for several."""
+    parsed, found = [], []
+    for line in lines:
+        try:
+            parsed.append(_parse_line(line))
+        except UserError as error:
+            found.append(error)
+    if found:
+        raise found[0] if len(found) == 1 else ConfigError(found)
+    return parsed
 
 
 @functools.lru_cache(maxsize=4096)  # the points of a sweep say the same again and again
@@ -89,6 +98,12 @@ def _values(override: Override) -> list[object]:
 def swept_keys(lines: Iterable[str]) -> list[str]:
     """Keys that take several values in a multirun, in the order given."""
     return [override.get_key_element() for override in parse(lines) if override.is_sweep_override()]
+
+
+def keys_in(where: str) -> list[str]:
+    """The keys that the `where` of an error names: `a.b`, `a.b=3`, `+a=b, c`."""
+    words = re.split(r"[,\s]+", where.partition(IN_POINT)[0])
+    return [key for word in words if (key := word.partition("=")[0].lstrip("+~")) and not key.startswith("/")]
 
 
 def name_of_axis(key: str) -> str:

@@ -22,7 +22,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse as parse_value
 
 from prl.config.errors import UserError
-from prl.config.locate import SITE_GROUP, config_groups, file_of_choice, searched, sweep_files
+from prl.config.locate import SITE_GROUP, conf_dir, config_groups, file_of_choice, searched, sweep_files
 from prl.config.overrides import ENDING, JOBS, SWEEP_GROUP, all_keys, choices_of, misnamed, nearest, parse, renamed
 from prl.config.own_keys import unknown_keys
 from prl.config.search_path import directories
@@ -55,6 +55,12 @@ class OwnFile:
     package: str | None = None
     chosen_by_file: bool = False  # whether it stands in a defaults list, which says where its keys go
 
+    def place(self, text: str) -> str:
+        """Dotted, below which its keys go; "" for the top. Raises ValueError for a header that Hydra cannot read."""
+        header = ConfigSource._get_header_dict(text[:HEADER_CHARACTERS])["package"]
+        package = header if self.chosen_by_file and header else self.package or header or "_group_"
+        return {"_global_": "", "_group_": self.group.replace("/", ".")}.get(package, package)
+
     def wrong(self, what: str, why: str, fix: str, line: int | None = None) -> UserError:
         where = str(self.path) if line is None else f"{self.path}, line {line}"
         return UserError(f"{self.path.name} {what}", where=where, why=why, fix=fix)
@@ -82,10 +88,60 @@ def wrong_files(lines: Iterable[str], config_name: str, groups_of: GroupsOf) -> 
         groups_of: name of a job -> the groups in its defaults.
     """
     found: dict[str, UserError] = {}
+    lines = list(lines)
+    for error in _of_primary(config_name):
+        found.setdefault(error.render(), error)
     for file in _chosen(lines):
         for error in _of_file(file, Job(config_name, groups_of), ()):
             found.setdefault(error.render(), error)
     return [*_unread_site(), *found.values()]
+
+
+def chosen_files(lines: Iterable[str], config_name: str) -> Iterator[OwnFile]:
+    """Files of the user's own that a command line composes, with those that their defaults lists name: the job's own
+    first.
+    """
+    seen: set[Path] = set()
+    ahead = [*_primary(config_name), *_chosen(lines)]
+    while ahead:
+        file = ahead.pop(0)
+        if file.path not in seen:
+            seen.add(file.path)
+            yield file
+            ahead = [*_named_by(file), *ahead]
+
+
+def _primary(config_name: str) -> Iterator[OwnFile]:
+    """The file of the job itself, if it is one of the user's own."""
+    found = [path for root in (conf_dir(), *directories()) if (path := root / f"{config_name}.yaml").is_file()]
+    if found and _is_own(found[0]):
+        yield OwnFile(found[0], "", "_global_")
+
+
+def _of_primary(config_name: str) -> Iterator[UserError]:
+    """Keys and references of a job of the user's own; what it chooses is Hydra's to refuse."""
+    for file in _primary(config_name):
+        try:
+            text = file.path.read_text(encoding="utf-8")
+            content = yaml.load(text, Loader=get_yaml_loader())
+        except UNREADABLE:
+            return
+        if isinstance(content, dict):
+            yield from _of_keys(file, text)
+            yield from _of_values(file, content)
+
+
+def _named_by(file: OwnFile) -> Iterator[OwnFile]:
+    try:
+        content = yaml.load(file.path.read_text(encoding="utf-8"), Loader=get_yaml_loader())
+    except UNREADABLE:
+        return
+    entries = content.get("defaults") if isinstance(content, dict) else None
+    for entry in entries if isinstance(entries, list) else []:
+        read = _read(entry, file.group)
+        for name in read.names if read is not None and read.text != "_self_" else ():
+            for chosen in _own(read.group, name) if read else ():
+                yield OwnFile(chosen.path, chosen.group, None, True)
 
 
 def overridden(group: str, choice: str, choosing: tuple[Path, ...] = ()) -> set[str]:

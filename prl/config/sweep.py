@@ -13,9 +13,11 @@ from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import in_hydras_terms
 from prl.config.locate import sweep_files
-from prl.config.overrides import ENDING, choices_of, misnamed, name_of_axis, parse, renamed, swept_keys
+from prl.config.overrides import ENDING, IN_POINT, choices_of, misnamed, name_of_axis, parse, renamed, swept_keys
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from prl.config.schema import RunConfig
 
 MOST_CHECKED = 20  # values of one axis, for sweepers that make up their points
@@ -76,6 +78,12 @@ def expand(lines: list[str]) -> list[list[str]]:
             fix="name the values, as key=1e-4,1e-3, or take such a sweeper: hydra/sweeper=optuna",
         )
     return BasicSweeper.split_arguments(parse(lines), max_batch_size=None)[0]
+
+
+def launcher_of(lines: list[str], config_name: str) -> DictConfig:
+    """The node hydra.launcher of a sweep, which is the same for all of its points."""
+    fixed = [override.input_line or "" for override in parse(lines) if not override.is_sweep_override()]
+    return compose_yaml(fixed, config_name).hydra.launcher
 
 
 def makes_a_grid(lines: list[str], config_name: str) -> bool:
@@ -143,5 +151,5 @@ def resolve_points(points: list[list[str]], config_name: str, swept: set[str]) -
 
 
 def _at_point(violation: UserError, label: str) -> UserError:
-    where = f"{violation.where} (first in the point {label})" if label else violation.where
+    where = f"{violation.where}{IN_POINT}{label})" if label else violation.where
     return UserError(violation.what, where=where, why=violation.why, fix=violation.fix)

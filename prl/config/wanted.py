@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prl.config.hub import is_hub_data
 from prl.config.packages import (
     DATASETS,
     DEEP_EP,
@@ -20,14 +21,6 @@ from prl.config.packages import (
 )
 from prl.config.schema import RunConfig
 from prl.config.world import World
-
-HUB = ("env:", "/", "./", "../", "~")  # what names of data sets do not begin with
-OUTPUTS = "outputs"  # where runs lie, exports among them
-
-
-def is_path(name: str) -> bool:
-    """Whether it can be a directory only, and no name of the Hugging Face hub, which are NAME or OWNER/NAME."""
-    return name.startswith(("/", "./", "../", "~", f"{OUTPUTS}/")) or name.count("/") > 1
 
 
 def wanted_packages(config: RunConfig, world: World) -> Iterator[tuple[Package, str]]:
@@ -68,7 +61,7 @@ def _data_packages(config: RunConfig) -> Iterator[tuple[Package, str]]:
     if "verifiers" in ids:
         yield VERIFIERS, "env=verifiers"
     sft = config.sft or config.warm_start
-    if sft is not None and not sft.data.source.startswith(HUB) and not sft.data.source.endswith(".jsonl"):
+    if sft is not None and is_hub_data(sft.data.source):
         yield DATASETS, f"sft.data.source={sft.data.source}"
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from prl.config.hub import cached_snapshots, fetch_command, hub_cache, is_path
 from prl.config.schema import RunConfig
 from prl.config.world import world_of
 from prl.doctor.asking import Asker
@@ -14,7 +15,6 @@ from prl.doctor.finding import Finding, State
 from prl.doctor.needs import Needs
 from prl.planning.model_size import parameter_count
 
-PATHS = ("/", "./", "../", "~")  # what names of the hub do not begin with
 REACH_S = 10.0
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], 443), 4).close()"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,7 +28,7 @@ def judge_checkpoint(config: RunConfig, needs: Needs) -> Iterator[Finding]:
     if name is None:
         return
     asked, here = f"model.path={name}", needs.where == "here"
-    if name.startswith(PATHS) or Path(name).is_dir():
+    if is_path(name) or Path(name).is_dir():
         why = _damage(Path(name).expanduser())
         fix = "model.path=/path/to/checkpoint, or model.path=OWNER/NAME of the Hugging Face hub"
         state: State = "ok" if not why else "absent" if here else "nodes"
@@ -42,7 +42,7 @@ def judge_checkpoint(config: RunConfig, needs: Needs) -> Iterator[Finding]:
     can_fetch = not is_offline and Asker(2 * REACH_S).ask(sys.executable, "-c", REACH, _hub()).ok
     how = "HF_HUB_OFFLINE is set" if is_offline else f"{_hub()} answers" if can_fetch else f"{_hub()} does not answer"
     told = f"{name} is not in {hub_cache()}; {how}{': the run fetches it at its start' if can_fetch else ''}"
-    fix = f"hf download {name}, where there is network, with the same HF_HOME"
+    fix = f"{fetch_command(name, 'model')}, where there is network, with the same HF_HOME"
     yield Finding("storage", "checkpoint", "absent", told, asked, fix, here and not can_fetch)
 
 
@@ -54,16 +54,9 @@ def _damage(path: Path) -> str:
     return f"{path} has no {' and no '.join(lacking)}" if lacking else ""
 
 
-def hub_cache() -> Path:
-    """Where huggingface_hub keeps what it has fetched."""
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-
-
 def cached(name: str) -> Path | None:
     """A snapshot of a model in the hub's cache that has weights."""
-    snapshots = hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-    return next((path for path in sorted(snapshots.glob("*")) if not _damage(path)), None)
+    return next((path for path in cached_snapshots(name, "model") if not _damage(path)), None)
 
 
 def _hub() -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 from typing import Any
 
+import aiohttp
 import numpy as np
 
 from prl.config.errors import UserError
 from prl.orchestrator.rollout import Generation
+from prl.runtime.process.failures import HUNG_UP, NO_ANSWER_IN_TIME, NOBODY_LISTENS, UNREACHABLE
 from prl.transport.kept import KeptTokens, decode_array, kept_of_candidates
 
 KEPT_MASS_TOLERANCE = 1e-3
@@ -17,13 +21,50 @@ DYING = ("EngineDeadError", "EngineCore encountered an issue")  # an engine's la
 
 
 class EngineError(RuntimeError):
-    """An engine refused or failed; the message names the route, the status and the engine's own words."""
+    """An engine refused or failed; the message names the engine, the route, the status and the engine's own words.
 
-    def __init__(self, message: str, status: int = 0, lost: bool = False, said: str = "") -> None:
+    `why` is the same without its address, for a sentence that names it.
+    """
+
+    def __init__(self, message: str, status: int = 0, lost: bool = False, said: str = "", why: str = "") -> None:
         super().__init__(message)
+        self.why = why or message
         # by an engine in good health, and asked again it would say the same
         self.refused = 400 <= status < 500 or (status == 500 and is_engines_own(said))
         self.lost = lost  # the connection, or the answer: nobody knows whether the engine did what it was asked for
+
+    @classmethod
+    def of_silence(cls, url: str, route: str, error: Exception) -> EngineError:
+        """For a request that aiohttp says has no answer."""
+        why = _in_words(error)
+        return cls(f"{url}: {why} (asked for {route})", lost=True, why=why)
+
+    @classmethod
+    def of_status(cls, url: str, route: str, status: int, said: str) -> EngineError:
+        """For an answer of another status than 200."""
+        why = f"it answered {route} by {status}: {_message_in(said)}".rstrip(": ")
+        return cls(f"{url}: {why}", status, said=said, why=why)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return NO_ANSWER_IN_TIME
+    if isinstance(error, aiohttp.ClientConnectorError):
+        reason = error.os_error
+        refused = reason.errno == errno.ECONNREFUSED
+        return NOBODY_LISTENS if refused else f"{UNREACHABLE} ({reason.strerror or reason})"
+    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError):
+        return HUNG_UP
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "its answer broke off"
+    return f"its answer cannot be read ({type(error).__name__}: {error})"
+
+
+def _message_in(said: str) -> str:
+    """Of an error as servers with OpenAI's routes write it; anything else as it is."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        said = str(json.loads(said)["error"]["message"])
+    return said[:500]
 
 
 def is_engines_own(said: str) -> bool:

@@ -105,7 +105,7 @@ class EnginePool:
         for url in [*self.urls, *([self.router] if self.router else [])]:
             while not await self._is_healthy(url):
                 if asyncio.get_running_loop().time() > deadline:
-                    raise EngineError(f"{url}/health: not ready after {timeout_s:.0f} s")
+                    raise EngineError(f"{url}: it was not ready after {timeout_s:.0f} s (asked for /health)")
                 await asyncio.sleep(0.05)
 
     async def _is_healthy(self, url: str) -> bool:
@@ -137,7 +137,8 @@ class EnginePool:
         """
         ended = self.ended[index]
         deadline = asyncio.get_running_loop().time() + timeout_s
-        error = EngineError(f"{self.urls[index]}/health: not ready again after {timeout_s:.0f} s")
+        why = f"it was not ready again after {timeout_s:.0f} s"
+        error = EngineError(f"{self.urls[index]}: {why}", why=why)
         while not ended.is_set():
             if await self._is_healthy(self.urls[index]):
                 try:
@@ -222,7 +223,7 @@ class EnginePool:
             if isinstance(error, EngineError) and not (error.refused and route == GENERATE):
                 await asyncio.wait([end], timeout=NOTICE_S if patient else 0)
             if ended.is_set():
-                raise EngineLost(f"{self.urls[index]}{route}: the engine died before it had answered")
+                raise EngineLost(f"{self.urls[index]}: the engine died before it had answered {route}")
             return call.result()
         finally:
             call.cancel()
@@ -463,7 +464,7 @@ class EnginePool:
                     raise EngineError(f"{url}: {response.status}", response.status)
                 return await response.text()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
+            raise EngineError.of_silence(self.urls[index], "/metrics", error) from error
 
     async def queued(self, replica: int) -> int:
         """Requests that a replica holds, waiting or running; also right while it is paused, unlike its metrics."""
@@ -475,12 +476,12 @@ class EnginePool:
             async with self.session.request(method, url + route, json=body, headers=headers) as response:
                 if response.status != 200:
                     text = await response.text(errors="replace")
-                    raise EngineError(f"{url}{route}: {response.status}: {text[:500]}", response.status, said=text)
+                    raise EngineError.of_status(url, route, response.status, text)
                 if response.content_type != "application/json":
                     return {}
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{url}{route}: {type(error).__name__}: {error}", lost=True) from error
+            raise EngineError.of_silence(url, route, error) from error
 
 
 def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:

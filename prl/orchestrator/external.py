@@ -23,6 +23,7 @@ from prl.runtime.external import (
     RENEW_S,
     RUN_HEADER,
     check_facts,
+    command_of,
     held_by_other,
     keys_of,
     none_answers,
@@ -98,7 +99,7 @@ class ExternalEngines:
         for index, grant in enumerate(self.grants):
             if grant is None:
                 self.pool.leave_out(index)
-                self._tell(index, "no answer yet")
+                self._tell(index, "it has not answered yet")
 
     async def follow(self) -> None:
         """For ever. Raises UserError once no engine has answered for deployment.start_timeout_s, and for one that came
@@ -119,7 +120,7 @@ class ExternalEngines:
             try:
                 grant = await self._renew(index)
             except UserError as error:  # another's now, or another engine
-                self._lose(index, error.what)
+                self._lose(index, _without_address(error.what, url))
                 if not any(self.grants):
                     raise
                 continue
@@ -127,7 +128,7 @@ class ExternalEngines:
                 is_silent = not isinstance(error.__cause__, aiohttp.ClientConnectorError)
                 if is_silent and time.monotonic() - self.answered[index] < PATIENCE_S:
                     continue
-                self._lose(index, str(error))
+                self._lose(index, error.why)
                 if time.monotonic() - max(self.answered) > self.timeout_s:
                     raise none_answers(self.config.inference, self.timeout_s) from error
                 continue
@@ -150,8 +151,8 @@ class ExternalEngines:
                 if bringing.done() and not bringing.cancelled() and (failure := bringing.exception()) is not None:
                     if not isinstance(failure, EngineError):
                         raise failure
-                    log.warning("%s could not be brought up: %s", url, failure)
-                    self._tell(index, f"it could not be brought up: {failure}")
+                    log.warning("%s could not be brought up: %s", url, failure.why)
+                    self._tell(index, f"it is back, but does not take the weights of the run: {failure.why}")
                 elif bringing.done() and not bringing.cancelled():
                     self._tell(index, "")
 
@@ -167,7 +168,13 @@ class ExternalEngines:
 
     def _tell(self, index: int, why: str) -> None:
         """The root, and so whoever looks at the run, that an engine is left out, or (no reason) that it serves."""
-        self.metrics.log(step=self.pool.version, engine=self.pool.urls[index], engine_lost=why)
+        url = self.pool.urls[index]
+        if why:
+            now = f"the run waits for it, {self.timeout_s:.0f} s at most"
+            if len(self.pool.urls) > 1:
+                now = "the run goes on with the others, and takes it in again when it can serve"
+            why = f"{why}; {now} (to start it: {command_of(url, self.config.inference)})"
+        self.metrics.log(step=self.pool.version, engine=url, engine_lost=why)
 
     def _end_synchronous(self, index: int) -> NoReturn:
         raise AwayError(
@@ -187,9 +194,9 @@ class ExternalEngines:
             async with session.post(url + LEASE, json=self.claim, headers=headers, timeout=ANSWER) as response:
                 status, text = response.status, await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{url}{LEASE}: {type(error).__name__}: {error}", lost=True) from error
+            raise EngineError.of_silence(url, LEASE, error) from error
         if status >= 500:
-            raise EngineError(f"{url}{LEASE}: {status}: {text[:500]}", status)
+            raise EngineError.of_status(url, LEASE, status, text)
         answer = read_answer(url, status, text, self.config.inference)
         if status == 409:
             raise held_by_other(url, answer["lease"] or {})
@@ -205,6 +212,11 @@ class ExternalEngines:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # else its lease runs out
             async with self.pool.session.delete(url + LEASE, headers=self.pool.control, timeout=ANSWER):
                 pass
+
+
+def _without_address(what: str, url: str) -> str:
+    """A sentence about an engine, to be said after its address."""
+    return what.replace(f"{url} ", "it ", 1).rstrip(".")
 
 
 def weights_of(ctx: ChildContext) -> dict[str, Any]:

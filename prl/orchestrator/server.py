@@ -75,8 +75,8 @@ def make_app(service: TrainerService, key: str) -> web.Application:
             return web.json_response({"error": "wrong or missing key"}, status=401)
         try:
             return await handler(request)
-        except web.HTTPException:
-            raise
+        except web.HTTPException as error:
+            return web.json_response({"error": f"{error.reason}: {request.method} {request.path}"}, status=error.status)
         except BadRequest as error:
             return web.json_response({"error": str(error)}, status=400)
         except Exception as error:  # ends the run with the cause, not with the trainer's "500"

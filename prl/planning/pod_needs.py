@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from prl.config.errors import UserError
+from prl.config.hub import is_path
 from prl.config.schema import RunConfig
 
 SECRET = "prl"  # the Kubernetes Secret that holds the variables
-PATHS = ("/", "./", "../", "~")  # what names of the hub do not begin with
 LONGEST_SUBDOMAIN, LONGEST_IMAGE = 253, 255
 # RFC 1123; a PersistentVolumeClaim's name is a subdomain: labels with dots between them
 LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
@@ -82,7 +82,7 @@ def variables_of(config: RunConfig) -> list[Variable]:
     mode = config.logging.wandb.mode
     if config.job != "inference" and mode in ("auto", "online"):
         found.append(Variable("WANDB_API_KEY", f"logging.wandb.mode={mode}", mode == "online"))
-    if hub := [f"{key}={name}" for key, name in _sources(config) if not name.startswith(PATHS)]:
+    if hub := [f"{key}={name}" for key, name in _sources(config) if not is_path(name)]:
         found.append(Variable("HF_TOKEN", f"{', '.join(hub)}, if gated or private", False))
     return found
 
@@ -96,7 +96,7 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
     data = config.sft or config.warm_start
     if data is not None and not data.data.source.startswith("env:"):
         source = data.data.source
-        yield "data.source", f"./{source}" if source.endswith(".jsonl") and not source.startswith(PATHS) else source
+        yield "data.source", f"./{source}" if source.endswith(".jsonl") and not is_path(source) else source
     if config.job in ("rl", "eval") and any(source.id == "hf_math" for source in config.env.mix.values()):
         yield "env", "hf_math"
 
@@ -117,6 +117,6 @@ def what_pods_need(config: RunConfig, kind: str, mount: PurePosixPath, modules: 
         place = "installed in the image" if kind == "k8s" else "in this checkout, or installed by `setup`"
         lines.append(f"modules of your own, {place}: {names}")
     for key, name in _sources(config):
-        if name.startswith(PATHS) and not PurePosixPath(name).is_relative_to(mount):
+        if is_path(name) and not PurePosixPath(name).is_relative_to(mount):
             lines.append(f"{key}={name} must be there in every pod: in the image, or below {mount}")
     return lines

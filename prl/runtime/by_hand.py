@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from prl.config.console import shield_console
+from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import RunPlan
@@ -141,7 +141,7 @@ def _run_role(kind: str, path: Path, node: int | None) -> int:
         place_devices(plan, seats[index])
     if index > 0:
         if read_status(path).get("state") == "done":
-            print(f"{path} is done already", flush=True)
+            print(one_line(f"{path} is done already"), flush=True)
             return 0
         print(f"{seats[index].name}: waiting for {seats[0].command}", flush=True)
         return take_seat(path, plan, index, seats[index], torchrun)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prl.config.hub import Kind, fetch_command, hub_cache, is_cached, is_hub_data, is_path
 from prl.config.schema import RunConfig
-from prl.config.wanted import HUB, is_path
 from prl.config.world import world_of
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
@@ -22,23 +22,15 @@ class HubName:
 
     name: str
     where: str
-    kind: str
+    kind: Kind
 
     def is_cached(self) -> bool:
         """Whether any of it lies in a cache of this machine."""
-        from huggingface_hub import constants
-
-        folders = [Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.name.replace('/', '--')}" / "snapshots"]
-        if self.kind == "dataset":  # `datasets` keeps tables of its own: OWNER___name_in_snake_case
-            tables = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
-            owner, _, rest = self.name.rpartition("/")
-            folders += tables.glob(f"{owner}___*" if owner else f"{rest}*")
-        return any(folder.is_dir() for folder in folders)
+        return is_cached(self.name, self.kind)
 
     @property
     def fix(self) -> str:
-        option = "--repo-type=dataset " if self.kind == "dataset" else ""
-        return f"`hf download {option}{self.name}` where there is network, with the same HF_HOME"
+        return f"`{fetch_command(self.name, self.kind)}` where there is network, with the same HF_HOME"
 
 
 def names_of_hub(config: RunConfig) -> Iterator[HubName]:
@@ -51,7 +43,7 @@ def names_of_hub(config: RunConfig) -> Iterator[HubName]:
         if source.id == "hf_math" and isinstance(data, str) and "/" in data and not is_path(data):
             yield HubName(data, f"env.mix.{name}.args.dataset={data}", "dataset")
     data = "" if config.sft is None else config.sft.data.source
-    if "/" in data and not data.startswith(HUB) and not data.endswith(".jsonl") and not Path(data).exists():
+    if "/" in data and is_hub_data(data) and not Path(data).exists():
         yield HubName(data, f"sft.data.source={data}", "dataset")
 
 
@@ -65,7 +57,7 @@ def out_of_reach() -> str | None:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it"
+        return f"HF_HUB_OFFLINE is set, and {hub_cache()} does not have it"
     if any(os.environ.get(name) for name in PROXIES):  # which knows more addresses than this machine
         return None
     host = urlsplit(constants.ENDPOINT).hostname or ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from prl.config.console import shield_console
+from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
@@ -31,7 +31,7 @@ from prl.runtime.people.progress import Progress
 from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
-from prl.runtime.process.failures import Failure, failure_of_root
+from prl.runtime.process.failures import Failure, failure_of_root, waits_for_people
 from prl.runtime.process.gpus import roles_without_gpu
 from prl.runtime.process.reaper import Reaper
 from prl.runtime.process.signals import StopSignals
@@ -207,8 +207,10 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
         discard_unfinished(path)
     for alarm in read_status(path).get("alarms", []):
         told = f"alarm {alarm['kind']} was on at the end, since step {alarm['since']}: {alarm['message']}"
-        print(told, file=sys.stderr, flush=True)
+        print(one_line(told), file=sys.stderr, flush=True)
     if outcome.failure is not None:
+        if outcome.state == "failed" and _has_worked(path) and plan.config.job in ("rl", "sft"):
+            print(one_line(_after_failure(plan, path, by_hand)), file=sys.stderr, flush=True)
         _tell_failure(outcome.failure)
     if outcome.state == "failed":
         return 1
@@ -217,16 +219,25 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
             print("stopped serving", flush=True)
             return signals.exit_code
         if plan.config.job == "eval":
-            print(f"stopped; {how_to_go_on(plan, path, 'begins anew')}", flush=True)
+            print(one_line(f"stopped; {how_to_go_on(plan, path, 'begins anew')}"), flush=True)
             return signals.exit_code
         saved = steps(path)
         kept = f"checkpoint of step {saved[-1]}" if saved else "no checkpoint"
         if saved and saved[-1] < outcome.step:
             kept += f" (later ones did not fit into the time that was left: {path / 'logs'})"
-        print(f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes', by_hand)}", flush=True)
+        told = f"stopped at step {outcome.step}, {kept}; {how_to_go_on(plan, path, 'resumes', by_hand)}"
+        print(one_line(told), flush=True)
         return signals.exit_code
     print_report(plan, path)
     return 0
+
+
+def _after_failure(plan: RunPlan, path: Path, by_hand: bool) -> str:
+    """Of a run that has trained: whether its sweep's command tries it again, or has to be told so."""
+    kept = f"the checkpoint of step {saved[-1]} is kept" if (saved := steps(path)) else "there is no checkpoint yet"
+    told = ", only with hydra.launcher.retry_failed=true," if waits_for_people(read_status(path)) else ""
+    way = how_to_go_on(plan, path, "goes on", by_hand)
+    return f"{kept}; {way.replace('command goes on', f'command{told} goes on') if plan.config.sweep else way}"
 
 
 def how_to_go_on(plan: RunPlan, path: Path, does: str, by_hand: bool = False) -> str:

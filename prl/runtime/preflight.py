@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from prl.config.errors import UnfitMachineError, UserError
+from prl.config.hub import is_path
 from prl.config.packages import DATASETS, DEEP_EP, MATH_VERIFY, ROUTER, VERIFIERS, VLLM
 from prl.config.schema import RunConfig
-from prl.config.wanted import is_path, wanted_packages
+from prl.config.wanted import wanted_packages
 from prl.config.world import world_of
 from prl.planning.run_plan import RunPlan
 from prl.runtime.hub_names import names_of_hub, out_of_reach

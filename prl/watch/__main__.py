@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -15,17 +16,20 @@ from pathlib import Path
 from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.runtime.directory.files import find_directories
+from prl.runtime.people.faults import holds_run
 from prl.watch.server import make_token, serve
 from prl.watch.store import Store
 
 PORT = 8765
+OUTPUTS = Path("outputs")  # where runs lie by default
 
 
 def main() -> None:
     """Leaves by SystemExit: 0 when it is interrupted, 2 for a mistake of the user."""
     shield_console()
     parser = argparse.ArgumentParser(prog="prl watch", description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", default=Path("outputs"), help="default: outputs")
+    parser.add_argument("directory", type=Path, nargs="?", default=OUTPUTS, help="default: outputs")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     parser.add_argument("--port", type=int, help=f"default: {PORT}, or any that is free if it is taken; 0: any")
     arguments = parser.parse_args()
@@ -46,11 +50,23 @@ def open_store(directory: Path) -> Store:
         store.look()
         if store.runs or (root / "sweep.json").exists():
             return store
-    raise UserError(
-        f"there is no run in {directory}" if root.is_dir() else f"there is no directory {directory}",
-        where=str(directory),
-        why="a run is a directory with a plan.json, at any depth below the one that is named",
-        fix="name the directory of a run, of a sweep or of many, say outputs; python -m prl.rl starts a run",
+    raise _nothing_to_see(directory, root)
+
+
+def _nothing_to_see(directory: Path, root: Path) -> UserError:
+    """There is no run below; those near by are named, if there are any."""
+    shown = "No directory was named, and outputs, where runs lie by default," if directory == OUTPUTS else str(root)
+    found = "holds no run" if root.is_dir() else "is no directory" if root.exists() else "is not there"
+    near = [path for path in (OUTPUTS.absolute(), *(folder / OUTPUTS for folder in root.parents)) if path != root]
+    full = [path for path in dict.fromkeys(near) if path.is_dir() and find_directories(path, holds_run)]
+    begin = "python -m prl.rl starts a run, which lies below outputs of the directory where it is started"
+    fix = f"python -m prl.watch {shlex.quote(str(full[0]))}" if full else f"{begin}; then: python -m prl.watch"
+    return UserError(
+        f"{shown} {found}.",
+        where=str(root),
+        why="a run is a directory with a plan.json, at any depth below the one that is named"
+        + (f"; the command was given in {Path.cwd()}" if not directory.is_absolute() else ""),
+        fix=fix if full else f"{fix}; or, where there are runs elsewhere: cd there, or name their directory",
     )
 
 

@@ -51,13 +51,18 @@ def make_app(store: Store, token: str) -> web.Application:
             answer: web.StreamResponse = web.Response(status=303, headers={"Location": "/"})
             answer.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
         elif not _same(request.cookies.get(cookie, ""), token):
-            text = "This page wants the token of the link that `python -m prl.watch` has printed.\n"
-            answer = web.Response(status=401, text=text)
+            text = "This page wants the token of the link that `python -m prl.watch` has printed."
+            answer = web.Response(status=401, text=f"{text}\n")
+            if request.path.startswith("/api/"):
+                answer = web.json_response({"error": text}, status=401)
         else:
             try:
                 answer = await handler(request)
             except web.HTTPException as error:
                 answer = web.Response(status=error.status, text=error.reason)
+                if request.path.startswith("/api/"):
+                    why = _no_route(request) if error.status == 404 else error.reason
+                    answer = web.json_response({"error": why}, status=error.status)
         answer.headers.update(HEADERS)
         return answer
 
@@ -84,6 +89,11 @@ def make_app(store: Store, token: str) -> web.Application:
     app.router.add_get("/assets/{name}", asset)
     app.router.add_get("/api/{view}", data)
     return app
+
+
+def _no_route(request: web.Request) -> str:
+    """Of a view that there is not."""
+    return f"there is no {request.path[:200]}; there are {', '.join(f'/api/{name}' for name in VIEWS)}"
 
 
 def _same(given: str, token: str) -> bool:

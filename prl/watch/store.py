@@ -14,10 +14,11 @@ from prl.compare.curves import is_number
 from prl.compare.points import SWEEP_FILE, find_runs
 from prl.compare.stats import half_width, mean
 from prl.config.errors import UserError
-from prl.runtime.directory.files import read_object
+from prl.runtime.directory.files import read_object, why_no_object
 from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
-from prl.status import ALONE, IDLE, last_rows, role_state, true_state, waiting_points
+from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run
+from prl.status import ALONE, IDLE, cause_of, last_rows, role_state, true_state, waiting_points
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
@@ -53,7 +54,8 @@ class Run:
     def state(self, waiting: dict[str, str]) -> dict[str, Any]:
         """What `prl.status` says of it."""
         config, status = self.config(), read_status(self.path)
-        state = true_state(self.path, status) if status_path(self.path).exists() else "not started"
+        why = cause_of(self.path, status)
+        state = true_state(self.path, status) if status_path(self.path).exists() or why else "not started"
         if state in (*IDLE, "not started"):
             state = waiting.get(Path(self.name).name, waiting.get(ALONE, state))
         failure = status.get("failure") or {}
@@ -63,7 +65,7 @@ class Run:
             "name": self.name,
             "sweep": str(Path(self.name).parent),
             "state": state,
-            "why": f"{failure['class']}: {failure['role']}: {failure['message']}" if failure else "",
+            "why": why,
             "log_tail": failure.get("log_tail", []),
             "alarms": status.get("alarms") or [],
             "lost_engines": status.get("lost_engines") or {},
@@ -93,7 +95,7 @@ class Store:
         with self.lock:
             if time.monotonic() - self.looked_s < LOOK_S:
                 return
-            alone = (self.root / "plan.json").exists()
+            alone = holds_run(self.root)
             with contextlib.suppress(OSError):  # a directory that went away while it was read: the next look
                 paths = [self.root] if alone else find_runs(self.root)
                 names = {"." if path == self.root else path.relative_to(self.root).as_posix(): path for path in paths}
@@ -128,8 +130,12 @@ class Store:
             for point, state in points.items():
                 name = (Path(sweep) / point).as_posix()
                 if name not in known and point != ALONE:
-                    rows.append({"name": name, "sweep": sweep, "state": state, "why": "", "figures": {}, "swept": {}})
-        return {"root": str(self.root), "runs": sorted(rows, key=lambda row: row["name"])}
+                    why = "; ".join(find_faults(self.root / name))
+                    state = UNREADABLE if why and state == "missing" else state
+                    rows.append({"name": name, "sweep": sweep, "state": state, "why": why, "figures": {}, "swept": {}})
+        records = [self.root / sweep / SWEEP_FILE for sweep in waiting]
+        faults = [why for path in records if path.exists() and (why := why_no_object(path))]
+        return {"root": str(self.root), "runs": sorted(rows, key=lambda row: row["name"]), "faults": faults}
 
     def _waiting(self, sweep: str) -> dict[str, str]:
         directory = self.root / sweep

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from prl.config.errors import UserError
+from prl.config.errors import PassingError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +122,24 @@ def read_object(path: Path) -> dict[str, Any] | None:
         return parse_object(read_regular(path))
     except OSError:
         return None
+
+
+def why_no_object(path: Path, groups: Iterable[str] = ()) -> str:
+    """A sentence that says why `read_object` has nothing, or no such groups in what it has; "" if it has them."""
+    try:
+        data = read_regular(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if not data.strip(b"\0 \r\n"):  # as a full disk or a power cut leaves it
+        return f"{path} cannot be used: it is empty" + (", or holds zeros alone" if data else "")
+    try:
+        value = parse_json(data)
+    except ValueError as error:
+        return f"{path} cannot be used: it is no JSON ({error})"
+    if not isinstance(value, dict):
+        return f"{path} cannot be used: it is JSON, but no object"
+    lacking = [group for group in groups if not isinstance(value.get(group), dict)]
+    return f"{path} cannot be used: it has no {', '.join(lacking)}" if lacking else ""
 
 
 def find_directories(root: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
@@ -237,11 +255,12 @@ def is_full_disk(error: BaseException) -> bool:
 def full_disk_here(error: BaseException, path: Path) -> UserError:
     """What a run says whose directory has no space left."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return UserError(
+    return PassingError(
         f"The disk is full: {getattr(error, 'filename', None) or path} could not be written.",
         where=str(path),
         why=f"{reason}: no space left on the device, or a quota is exceeded",
-        fix=f"free space; the same command resumes (of a run by itself with output_dir={shlex.quote(str(path))})",
+        fix=f"free space; then the same command, a sweep's too, resumes (a run by itself: with output_dir="
+        f"{shlex.quote(str(path))})",
     )
 
 

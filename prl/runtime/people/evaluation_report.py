@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from prl.config.console import one_line
 from prl.runtime.directory.evaluation import RESULT
 from prl.runtime.directory.files import read_object
 
@@ -19,7 +20,7 @@ def print_evaluation(run_dir: Path) -> None:
     result = read_object(run_dir / RESULT)
     if result is None:
         return
-    print(f"policy      {_named(result['policy'])}")
+    print(one_line(f"policy      {_named(result['policy'])}"))
     rows = [HEADINGS, *_rows(result["environments"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     for row in rows:
@@ -31,7 +32,7 @@ def print_evaluation(run_dir: Path) -> None:
         print(f"rollouts that failed, and count as nothing: {result['failed_rollouts']} (failures.jsonl)")
     print(textwrap.fill(result["about"], WIDTH))
     for label, path in (("run", run_dir), ("result", run_dir / RESULT)):
-        print(f"{label:<12}{path}")
+        print(one_line(f"{label:<12}{path}"))
 
 
 def _rows(environments: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Literal
 
+from prl.config.console import one_line
 from prl.runtime.people.view import RunView, clock
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Progress:
         """A line that stays."""
         if self.mode == "none":
             return
+        text = one_line(text.expandtabs())  # a directory's name, or a line of a log, may hold anything
         if self.live is not None:
             self.live.console.print(text, highlight=False, markup=False)
         else:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from prl.config.console import one_line
 from prl.metrics.reader import Row, read_rows
 from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import steps
@@ -74,7 +75,7 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
         print(f"time: {clock(rows[-1]['time'] - rows[0]['time'])} from the first row of metrics to the last")
     curve = draw_curve(rows, training, held_out, run_dir / f"{stem}.png")
     for label, path in _places(run_dir, curve):
-        print(f"{label:<12}{path}")
+        print(one_line(f"{label:<12}{path}"))
 
 
 def _first(words: list[str]) -> str:

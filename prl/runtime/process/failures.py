@@ -6,10 +6,12 @@ import contextlib
 import errno
 import json
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from prl.config.console import one_line
 from prl.config.errors import UserError
 
 FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "diverged", "code"]
@@ -34,6 +36,10 @@ COLLECTIVE_TEXTS = (
 )
 NODE_TEXTS = ("uncorrectable ECC error", "CUDA error: unspecified launch failure", "Bus error", "Input/output error")
 NODE_ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+NOBODY_LISTENS = "nobody listens there"  # what is said of an engine that was asked in vain
+UNREACHABLE = "it cannot be reached"
+HUNG_UP = "it hung up before it had answered"
+NO_ANSWER_IN_TIME = "it did not answer in time"
 PEER_TEXTS = (
     "ConnectionRefusedError",
     "ConnectionResetError",
@@ -42,14 +48,18 @@ PEER_TEXTS = (
     "ServerDisconnectedError",
     "no answer from the orchestrator",
     ": TimeoutError:",  # of an answer
+    *(NOBODY_LISTENS, UNREACHABLE, HUNG_UP, NO_ANSWER_IN_TIME),
 )
+SENTENCES = ("EngineError", "EngineLost")  # exceptions whose message needs no name before it
 BY_TYPE: dict[str, FailureClass] = {
     "Diverged": "diverged",
     "BrokenWeights": "diverged",
     "EnvironmentBroken": "env",
     "CommitStalled": "hang",
     "AwayError": "node",
+    "PassingError": "node",
 }
+MOST_NAMES = 8
 CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
@@ -80,11 +90,46 @@ class Failure:
     def render(self) -> str:
         lines = [f"{self.role} (rank {self.rank}, node {self.node}) failed, class {self.kind}: {self.message}"]
         lines.append(f"  log: {self.log_path}")
-        return "\n".join([*lines, *(f"  | {line}" for line in self.log_tail)])
+        lines += [f"  | {line.expandtabs()}" for line in self.log_tail]
+        return "\n".join(map(one_line, lines))
 
     def as_user_error(self) -> UserError | None:
         """The UserError that the role raised, to be raised again in the root; None for any other failure."""
         return None if self.user_error is None else UserError(**self.user_error)
+
+
+def is_refusal(status: dict[str, Any]) -> bool:
+    """Whether it ended by an error of the user's before anything was trained. Engines that do not answer, a checkpoint
+    that is missing, GPUs too few: what was in the way may be gone by the next command, and nothing is lost by a look.
+    """
+    kind = (status["failure"] or {}).get("class")
+    return status["state"] == "failed" and kind == "config" and not (status["began"] and status["step"])
+
+
+def waits_for_people(status: dict[str, Any]) -> bool:
+    """Whether it failed in a way that would come again, so that a sweep's command leaves it alone unless told."""
+    kind = (status["failure"] or {}).get("class")
+    return status["state"] == "failed" and kind in MENDED_BY_PEOPLE and not is_refusal(status)
+
+
+def how_points_go_on(statuses: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Of the points of a sweep, by name, that failed: which the sweep's command tries again by itself, and what makes
+    it try the others.
+    """
+    failed = {name: status for name, status in statuses.items() if status and status["state"] == "failed"}
+    lasting = [name for name, status in failed.items() if waits_for_people(status)]
+    passing = [name for name in failed if name not in lasting]
+    told = []
+    if passing:
+        told.append(f"failed, and may pass: {_some(passing)}; the sweep's command tries again")
+    if lasting:
+        why = "failed, and would fail again as it is"
+        told.append(f"{why}: {_some(lasting)}; hydra.launcher.retry_failed=true in the sweep's command tries again")
+    return told
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
 def error_record(error: Exception) -> bytes:
@@ -162,7 +207,8 @@ def describe(exit_code: int, error: dict[str, Any], oom_kills: int) -> str:
     if "user_error" in error:
         return error["user_error"]["what"]
     if error:
-        return f"{error['type']}: {error['message']}".splitlines()[0]
+        name = "" if error["type"] in SENTENCES else f"{error['type']}: "
+        return f"{name}{error['message']}".splitlines()[0]
     if exit_code == 0:
         return "ended before the run was done"
     return f"exit code {exit_code}"

@@ -16,7 +16,7 @@ function runRows(runs) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.swept || {})))];
   const headings = ["run", "state", ...keys, "step", "reward", "held-out", "loss", "tokens/s", "staleness", "mismatch", "why"];
   return table(headings, runs.map((run) => [
-    run.state === "missing" || run.state === "queued" ? run.name : el("a", { href: link("run", { run: run.name }) }, run.name),
+    run.step === undefined ? run.name : el("a", { href: link("run", { run: run.name }) }, run.name),
     stateOf(run.state), ...keys.map((key) => (run.swept || {})[key] ?? ""), run.max_steps ? `${run.step}/${run.max_steps}` : "",
     ...["reward", "eval/reward", "loss", "tokens_per_s", "staleness_mean", "mismatch_kl_mean"].map((key) => run.figures[key] ?? ""),
     el("span", { class: "why", title: reasons(run) }, reasons(run))]));
@@ -27,7 +27,7 @@ async function overviewPage() {
   const sweeps = new Map();
   for (const run of found.runs) sweeps.set(run.sweep, [...(sweeps.get(run.sweep) || []), run]);
   const counts = (runs) => Object.entries(runs.reduce((a, r) => ({ ...a, [r.state]: (a[r.state] || 0) + 1 }), {})).map(([s, n]) => el("span", {}, stateOf(s), ` ${n} `));
-  return [el("h1", {}, found.root), [...sweeps].map(([sweep, runs]) => el("section", {},
+  return [el("h1", {}, found.root), (found.faults || []).map((why) => el("p", { class: "bad" }, why)), [...sweeps].map(([sweep, runs]) => el("section", {},
     el("h2", {}, runs.length > 1 ? el("a", { href: link("sweep", { sweep }) }, sweep === "." ? "runs" : sweep) : sweep === "." ? "" : sweep, " ", counts(runs)), runRows(runs)))];
 }
 

@@ -1,0 +1,87 @@
+"""What in a run directory cannot be read: which file, and why. For all that show runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+from prl.metrics.writer import metrics_path
+from prl.runtime.directory.files import open_regular, parse_object, why_no_object
+from prl.runtime.directory.rundir import BEFORE_PLAN, is_locked
+from prl.runtime.directory.status_file import State, read_status, status_path
+
+UNREADABLE = "unreadable"  # the state of a run whose status, or whose plan before it has one, cannot be read
+PLAN = "plan.json"
+TAIL_BYTES = 20_000  # some rows of metrics
+WRITERS = {"rl": ("orchestrator", "trainer/0"), "sft": ("trainer/0",)}  # job -> who writes a row in each step
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run has been here, in whatever state it has left the directory."""
+    return any(os.path.lexists(path / name) for name in (PLAN, "status.json"))
+
+
+def find_faults(run_dir: Path) -> list[str]:
+    """A sentence for each file that cannot be read, or that is gone although others say that the run has begun; none
+    for a directory that is not there, or holds nothing yet.
+    """
+    try:
+        names = set(os.listdir(run_dir))
+    except (FileNotFoundError, ValueError):  # a name with a zero byte, in a record that was damaged
+        return []
+    except OSError as error:
+        return [f"{run_dir} cannot be read: {error.strerror}"]
+    status = read_status(run_dir)
+    found = [_of_plan(run_dir, names), _of_status(run_dir, status), *_of_metrics(run_dir, status)]
+    return [fault for fault in found if fault]
+
+
+def last_lines(path: Path) -> list[str]:
+    """Of a file, without reading all of it; the first one may be cut. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _of_plan(run_dir: Path, names: set[str]) -> str:
+    if PLAN not in names:
+        has_begun = any(not name.startswith(".") for name in names - BEFORE_PLAN)
+        return f"{run_dir / PLAN} is missing, and other files of a run are there" if has_begun else ""
+    return why_no_object(run_dir / PLAN, ("config",))
+
+
+def _of_status(run_dir: Path, status: dict[str, Any]) -> str:
+    path = status_path(run_dir)
+    if status:
+        return ""
+    if os.path.lexists(path):
+        return why_no_object(path) or f"{path} cannot be used: its state is none of {', '.join(get_args(State))}"
+    if is_locked(run_dir):  # it may be about to be written
+        return ""
+    traces = [name for name in ("metrics", "checkpoints") if any(_inside(run_dir / name))]
+    return f"{path} is missing, and {' and '.join(traces)} say that the run has begun" if traces else ""
+
+
+def _inside(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _of_metrics(run_dir: Path, status: dict[str, Any]) -> list[str]:
+    found = []
+    for role in WRITERS.get(status.get("job", ""), ("orchestrator", "trainer/0")):
+        path = metrics_path(run_dir, role)
+        try:
+            lines = last_lines(path)
+        except FileNotFoundError:
+            if status.get("step", 0) and status["job"] in WRITERS:
+                found.append(f"{path} is missing, and status.json says that step {status['step']} was reached")
+        except OSError as error:
+            found.append(f"{path} cannot be read: {error.strerror}")
+        else:
+            if len(lines) > 1 and not any(parse_object(line) for line in lines):
+                found.append(f"{path} cannot be used: none of its last {len(lines)} lines is a JSON object")
+    return found
