@@ -19,6 +19,7 @@ def pytest_cmdline_main(config):
         config.option.markexpr = config.workerinput["markexpr"]
     else:
         tiers.choose(config)
+        tiers.share_cores(config)
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist's

@@ -166,7 +166,11 @@ def test_a_run_that_ends_with_bad_steps_is_not_done(tmp_path):
 
 def diverge(module, tmp_path, *overrides):
     optim = ["optim=sgd", "optim.lr=1e38", "optim.max_grad_norm=0"]
-    small = RUN if module == "prl.rl" else ["logging.wandb.mode=disabled", "ckpt.interval=1"]
+    small = (
+        RUN
+        if module == "prl.rl"
+        else ["seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.interval=1"]
+    )
     where = [f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"]
     done = run([*small, *optim, *where, *overrides], tmp_path, module)
     assert done.code == 1, done.output
