@@ -169,7 +169,14 @@ def diverge(module, tmp_path, *overrides):
     small = (
         RUN
         if module == "prl.rl"
-        else ["seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.interval=1"]
+        else [
+            "seq_len=64",
+            "sft.batch_size=2",
+            "sft.val_interval=0",
+            "debug.num_threads=1",
+            "logging=none",
+            "ckpt.interval=1",
+        ]
     )
     where = [f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"]
     done = run([*small, *optim, *where, *overrides], tmp_path, module)

@@ -33,7 +33,7 @@ def share_cores(config: pytest.Config) -> None:
     """One thread for each of several processes of pytest.
 
     OpenMP's threads spin while they wait for each other, and a tiny model makes them wait thousands of times a step:
-    five steps took 0.5 s of CPU with one thread, and 10 s (a minute of wall clock) with two, on two cores with other work.
+    five steps took 0.5 s of CPU with one thread, and 10 s with two, on two cores with other work.
     """
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
