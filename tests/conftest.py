@@ -19,11 +19,22 @@ def pytest_cmdline_main(config):
         config.option.markexpr = config.workerinput["markexpr"]
     else:
         tiers.choose(config)
+        tiers.share_cores(config)
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist's
 def pytest_configure_node(node):
     node.workerinput["markexpr"] = node.config.option.markexpr
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(tmp_path_factory):
+    """A server of vLLM whose weights and settings nobody changes, for who fires requests at it."""
+    from vllm_server import serving
+
+    where = tmp_path_factory.mktemp("vllm")
+    with serving(["inference=vllm", "debug.num_threads=1"], where / "cache", where) as server:
+        yield server
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -20,6 +20,7 @@ from launch.dev_cluster import DevCluster, refuse_if_impossible
 from prl.config.errors import UserError
 
 SMALL = ["max_steps=4", "seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.export_hf=false"]
+SMALL.append("debug.num_threads=1")
 SMALL_RL = [
     "warm_start=none",
     "eval=none",

@@ -21,6 +21,7 @@ from prl.runtime.directory.checkpoints import steps
 __all__ = ["start"]
 
 SMALL_SFT = ["max_steps=6", "seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.interval=2"]
+SMALL_SFT.append("debug.num_threads=1")  # threads that spin take the cores from the tests beside this one
 SLOW_STEPS = {name: {"step_s": 0.1} for name in ("orchestrator", "trainer/0")}
 
 

@@ -379,22 +379,16 @@ def test_the_page(page: Target, route: str, requests: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    from vllm_server import serving
+def vllm(plain_vllm: Any) -> Target:
+    def serves() -> None:
+        assert plain_vllm.http.generate(max_tokens=3).status == 200
 
-    where = tmp_path_factory.mktemp("vllm")
-    with serving(["inference=vllm", "debug.num_threads=1"], where / "cache", where) as server:
-
-        def serves() -> None:
-            assert server.http.generate(max_tokens=3).status == 200
-
-        pids = [
-            child.pid for child in server.process.children(recursive=True) if "inference/0" in " ".join(child.cmdline())
-        ]
-        # 500 and 501: vLLM's own answers to what it does not have; that it serves on is what counts
-        yield Target(
-            server.http.port, (None, TOKEN), (TOKEN,), serves, lambda: Footprint.of(pids[0]), faults={502, 504}
-        )
+    family = plain_vllm.process.children(recursive=True)
+    pids = [child.pid for child in family if "inference/0" in " ".join(child.cmdline())]
+    # 500 and 501: vLLM's own answers to what it does not have; that it serves on is what counts
+    return Target(
+        plain_vllm.http.port, (None, TOKEN), (TOKEN,), serves, lambda: Footprint.of(pids[0]), faults={502, 504}
+    )
 
 
 @pytest.mark.vllm

@@ -28,6 +28,7 @@ SWEEP = "outputs/sweeps/s"
 LONG = [
     *("max_steps=4000", "seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.interval=0"),
     *("hydra.launcher.parallel_points=2", "hydra/launcher=local", "sweep=s", "seed=1,2,3", "ckpt.export_hf=false"),
+    "debug.num_threads=1",
 ]
 
 

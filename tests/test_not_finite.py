@@ -164,9 +164,12 @@ def test_a_run_that_ends_with_bad_steps_is_not_done(tmp_path):
     assert "the last 2 steps of the run were not finite; no checkpoint is good" in failure["message"]
 
 
+SMALL_SFT = ["seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "debug.num_threads=1", "logging=none"]
+
+
 def diverge(module, tmp_path, *overrides):
     optim = ["optim=sgd", "optim.lr=1e38", "optim.max_grad_norm=0"]
-    small = RUN if module == "prl.rl" else ["logging.wandb.mode=disabled", "ckpt.interval=1"]
+    small = [*SMALL_SFT, "ckpt.interval=1"] if module == "prl.sft" else RUN
     where = [f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"]
     done = run([*small, *optim, *where, *overrides], tmp_path, module)
     assert done.code == 1, done.output

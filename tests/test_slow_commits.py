@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 STOP_TIMEOUT_S = 6.0  # to get to the checkpoint; what is saved then takes longer
 SLOW_S = 7.0
 SMALL = ["seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "logging=none", "ckpt.export_hf=false"]
+SMALL.append("debug.num_threads=1")
 # Python imports sitecustomize by itself, in every process of the tree
 SITECUSTOMIZE = f"""
 import time

@@ -40,7 +40,8 @@ class EmptyHanded(Environment):
     def reward(self, task, messages):
         return 0.0
 """
-LONG = ["max_steps=40", "ckpt.interval=2", "slurm.signal_delay_s=20"]
+STEPS, MIDDLE = 14, "optimizer step:7"  # between two checkpoints, and some steps before the end
+LONG = [f"max_steps={STEPS}", "ckpt.interval=2", "slurm.signal_delay_s=20"]
 
 
 def test_two_shapes_are_two_arrays_and_a_second_call_submits_nothing(tmp_path):
@@ -72,7 +73,7 @@ def test_equal_commands_at_the_same_instant_submit_once(tmp_path):
 
 
 def test_a_killed_agent_costs_one_point_which_resumes(tmp_path):
-    held = Held("optimizer step:20", tmp_path / "moment", elements=2)
+    held = Held(MIDDLE, tmp_path / "moment", elements=2)
     done = submit(tmp_path, *LONG, "seed=1,2", env=held.env)
     assert done.returncode == 0, done.stderr
     victim, other = points_of(tmp_path)
@@ -88,7 +89,7 @@ def test_a_killed_agent_costs_one_point_which_resumes(tmp_path):
     wait_for_queue()
     assert status_of(victim)["state"] == "done"
     assert status_of(victim)["attempt"] == 2
-    assert steps_of(victim) == list(range(1, 41))
+    assert steps_of(victim) == list(range(1, STEPS + 1))
     killed, resumed = read_hours(victim, None)
     assert (killed.is_over, resumed.is_over) == (False, True)
     assert killed.began < read_attempts(victim)[0]["started"] < killed.updated < resumed.began
@@ -97,7 +98,7 @@ def test_a_killed_agent_costs_one_point_which_resumes(tmp_path):
 @pytest.mark.parametrize("how", ["warning", pytest.param("requeue", marks=pytest.mark.exhaustive)])
 def test_an_element_that_is_sent_back_to_the_queue_resumes_without_gap_or_double_step(tmp_path, how):
     """The last one of an array, whose own number is that of the whole: the others are left alone."""
-    held = Held("optimizer step:20", tmp_path / "moment", elements=2)
+    held = Held(MIDDLE, tmp_path / "moment", elements=2)
     done = submit(tmp_path, *LONG, "seed=1,2", env=held.env)
     assert done.returncode == 0, done.stderr
     other, point = points_of(tmp_path)
@@ -112,7 +113,7 @@ def test_an_element_that_is_sent_back_to_the_queue_resumes_without_gap_or_double
     assert states(tmp_path) == {f"{array}_0": "COMPLETED", f"{array}_1": "COMPLETED"}
     for one, attempts in ((other, 1), (point, 2)):
         assert status_of(one)["state"] == "done"
-        assert steps_of(one) == list(range(1, 41))
+        assert steps_of(one) == list(range(1, STEPS + 1))
         assert len(read_attempts(one)) == attempts
     (first, second), (once,) = read_hours(point, None), read_hours(other, None)
     assert [(a.job, a.devices, a.is_over) for a in (first, second, once)] == [
@@ -123,7 +124,7 @@ def test_an_element_that_is_sent_back_to_the_queue_resumes_without_gap_or_double
 
 def test_preemption_saves_and_resumes(tmp_path):
     where = ["slurm.partition=preemptible", "slurm.sbatch=['--exclusive']"]
-    held = Held("optimizer step:20", tmp_path / "moment")
+    held = Held(MIDDLE, tmp_path / "moment")
     done = submit(tmp_path, *LONG, "seed=1", *where, env=held.env)
     assert done.returncode == 0, done.stderr
     (point,) = points_of(tmp_path)
@@ -134,7 +135,7 @@ def test_preemption_saves_and_resumes(tmp_path):
     wait_until(lambda: status_of(point).get("attempt", 0) == 2, 120, "a second attempt")
     wait_for_queue()
     assert status_of(point)["state"] == "done"
-    assert steps_of(point) == list(range(1, 41))
+    assert steps_of(point) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.exhaustive

@@ -48,8 +48,8 @@ def submit(source: Path, nodes: int, *overrides: str, env: dict[str, str] | None
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=EXHAUSTIVE)])
 def test_a_requeued_job_goes_on_where_it_was(tmp_path, nodes):
     source = copy_checkout(tmp_path / "checkout")
-    held = Held("optimizer step:15", tmp_path / "moment")
-    job, point = submit(source, nodes, "max_steps=30", env=held.env)
+    held = Held("optimizer step:8", tmp_path / "moment")
+    job, point = submit(source, nodes, "max_steps=14", env=held.env)
     held.wait()
     told_at = status_of(point)["step"]
     ask("scontrol", "requeue", job)
@@ -62,7 +62,7 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path, nodes):
     wait_for_queue()
     assert states(source) == {job: "COMPLETED"}
     assert status_of(point)["state"] == "done"
-    assert steps_of(point) == list(range(1, 31))
+    assert steps_of(point) == list(range(1, 15))
     assert len(read_attempts(point)) == 2
 
 

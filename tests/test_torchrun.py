@@ -84,7 +84,8 @@ def test_other_ranks_than_the_plan_has_are_refused(overrides: list[str], fix: st
 def sft(tmp_path: Path, name: str, *overrides: str) -> list[str]:
     return [
         "-m", "prl.sft", "deployment.num_train_gpus=2", f"output_dir={tmp_path / name}", "debug.num_threads=1",
-        f"cache_dir={tmp_path / 'cache'}", "logging.wandb.mode=disabled", "logging.progress=plain", *overrides,
+        f"cache_dir={tmp_path / 'cache'}", "logging.wandb.mode=disabled", "logging.progress=plain",
+        "seq_len=64", "sft.batch_size=4", "sft.val_interval=0", "ckpt.export_hf=false", *overrides,
     ]  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def test_torchruns_ranks_learn_what_ours_do(opened: Terminals, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_torchruns_sigterm_saves_and_ends_in_order(opened: Terminals, tmp_path: Path) -> None:
-    ranks = opened.open(*TORCHRUN, *sft(tmp_path, "ranks", "max_steps=1000", "ckpt.interval=0", "ckpt.export_hf=false"))
+    ranks = opened.open(*TORCHRUN, *sft(tmp_path, "ranks", "max_steps=1000", "ckpt.interval=0"))
     opened.await_word(ranks, "[sft] step 1/1000")
     opened.processes[ranks].send_signal(signal.SIGTERM)
     assert opened.code(ranks) != 0

@@ -28,12 +28,21 @@ def model_path(tmp_path_factory):
     return str(moe_checkpoint(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone():
     """A world of one in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def single(alone, model_path):
+    """What one process gets in 3 and in 5 steps, by (optimizer, steps)."""
+    jobs = {
+        (name, steps): Job(model_path, optim=OPTIMIZERS[name], steps=steps) for name in OPTIMIZERS for steps in (3, 5)
+    }
+    return {key: run_job(job) for key, job in jobs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +78,10 @@ def assert_same(one, other, optimizer):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_processes_train_as_one(alone, together, model_path, optimizer, mesh):
-    single = run_job(Job(model_path, optim=OPTIMIZERS[optimizer]))
-    assert single["history"][2][0] < single["history"][0][0] + 0.5
-    assert_same(single, together[1][optimizer, mesh], optimizer)
+def test_two_processes_train_as_one(single, together, optimizer, mesh):
+    history = single[optimizer, 3]["history"]
+    assert history[2][0] < history[0][0] + 0.5
+    assert_same(single[optimizer, 3], together[1][optimizer, mesh], optimizer)
 
 
 def test_recomputation_changes_nothing_in_two_processes(together):
@@ -81,22 +90,22 @@ def test_recomputation_changes_nothing_in_two_processes(together):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_checkpoint_of_two_goes_on_in_one(alone, together, model_path, optimizer, mesh):
+def test_a_checkpoint_of_two_goes_on_in_one(single, together, model_path, optimizer, mesh):
     tmp, results = together
     checkpoint = str(tmp / f"{optimizer}-{mesh}" / "checkpoints" / "step_3")
     loaded = run_job(Job(model_path, optim=OPTIMIZERS[optimizer], load=checkpoint, start=3, steps=0))
     for name, weight in loaded["weights"].items():
         assert torch.equal(weight, results[optimizer, mesh]["weights"][name]), name
     # the optimizer's state shows in the next steps
-    unbroken = run_job(Job(model_path, optim=OPTIMIZERS[optimizer], steps=5))
     resumed = run_job(Job(model_path, optim=OPTIMIZERS[optimizer], load=checkpoint, start=3, steps=2))
+    unbroken = single[optimizer, 5]
     assert_same({**unbroken, "history": unbroken["history"][3:]}, resumed, optimizer)
     if mesh == "dp_shard=2":
         assert_same(resumed, results[optimizer, "resumed"], optimizer)
 
 
-def test_a_checkpoint_of_one_goes_on_in_two(alone, model_path, tmp_path):
-    unbroken = run_job(Job(model_path, optim=OPTIMIZERS["muon"], steps=5))
+def test_a_checkpoint_of_one_goes_on_in_two(single, model_path, tmp_path):
+    unbroken = single["muon", 5]
     run_job(Job(model_path, optim=OPTIMIZERS["muon"], steps=3, save=str(tmp_path)))
     checkpoint = str(tmp_path / "checkpoints" / "step_3")
     job = Job(model_path, dp_shard=2, optim=OPTIMIZERS["muon"], load=checkpoint, start=3, steps=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def watched(overrides: list[str], where: Path, steps: int = 2) -> dict[str, set[
                 seen.setdefault(address, set()).update(names)
             if is_last:
                 return seen
+            time.sleep(0.05)  # a look takes a core's 0.1 s, which the run needs
     finally:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)

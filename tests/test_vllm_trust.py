@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from inference_server import CONTROL, TOKEN
 from test_trust_requests import BODIES, GENERATE, POISON, closed_within
-from vllm_server import Server, serving
+from vllm_server import Server
 
 pytestmark = [
     pytest.mark.vllm,
@@ -28,11 +28,9 @@ CONTROL_ROUTES = (
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    where = tmp_path_factory.mktemp("vllm")
-    with serving(["inference=vllm", "debug.num_threads=1"], where / "cache", where) as server:
-        yield server
+@pytest.fixture
+def server(plain_vllm: Server) -> Server:
+    return plain_vllm
 
 
 @pytest.fixture(autouse=True)

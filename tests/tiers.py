@@ -7,7 +7,7 @@ import os
 import pytest
 
 TIERS = {  # marker -> what is in it; figures of a 2-core virtual machine
-    "slow": "whole runs of every kind (pytest -n 2 -m 'slow and not exhaustive and not slurm and not vllm')",
+    "slow": "whole runs (pytest -n 2 --dist loadfile -m 'slow and not exhaustive and not slurm and not vllm')",
     "timed": "what asserts how long something takes: by itself, on a machine without other work",
     "slurm": "on a real SLURM, which it brings up and takes down (root, Debian's packages)",
     "vllm": "with vLLM (its environment: prl/inference/README.md)",
@@ -25,6 +25,18 @@ def choose(config: pytest.Config) -> None:
         config.option.markexpr = FIRST
         if getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
             config.option.numprocesses = min(os.cpu_count() or 1, CORES)
+            if config.option.dist == "no":
+                config.option.dist = "loadfile"  # what a fixture of a module starts is started once
+
+
+def share_cores(config: pytest.Config) -> None:
+    """One thread for each of several processes of pytest.
+
+    OpenMP's threads spin while they wait for each other, and a tiny model makes them wait thousands of times a step:
+    five steps took 0.5 s of CPU with one thread, and 10 s with two, on two cores with other work.
+    """
+    if getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def tell(config: pytest.Config, reporter: pytest.TerminalReporter) -> None:
