@@ -84,8 +84,9 @@ def refuse_launcher(node: DictConfig, configs: Sequence[RunConfig]) -> None:
     from launch.submitit_keys import refuse_asked
 
     found: dict[str, UserError] = {}
-    checks: list[Callable[[], object]] = [lambda: settings_of(node)]
-    for check in [*checks, *(functools.partial(refuse_asked, node, config) for config in configs)]:
+    checks: list[Callable[[], object]] = [functools.partial(settings_of, node)]
+    checks += [functools.partial(refuse_asked, node, config) for config in configs]
+    for check in checks:
         try:
             check()
         except ConfigError as error:
