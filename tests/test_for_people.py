@@ -66,10 +66,12 @@ def test_a_log_is_told_no_keys(tmp_path, monkeypatch):
     [({}, True), ({"markexpr": "slurm"}, False), ({"keyword": "x"}, False), ({"lf": True}, False)],
 )
 def test_who_says_nothing_gets_the_first_tier(said, is_first):
-    usual = {"markexpr": "", "keyword": "", "lf": False, "collectonly": False, "numprocesses": None, "usepdb": False}
+    usual = {"markexpr": "", "keyword": "", "lf": False, "collectonly": False, "numprocesses": None, "dist": "no",
+             "usepdb": False}  # fmt: skip
     options = SimpleNamespace(**usual | said)
     source = pytest.Config.ArgsSource.TESTPATHS
     config = SimpleNamespace(option=options, args_source=source, stash=pytest.Stash())
     tiers.choose(config)  # type: ignore[arg-type]
     assert (options.markexpr == tiers.FIRST) == is_first
     assert (options.numprocesses is not None) == is_first
+    assert options.dist == ("loadfile" if is_first else "no")

@@ -141,6 +141,15 @@ def test_packing_adds_no_attention_across_documents() -> None:
     assert packed_flops(DENSE, [3, 5])[0] < packed_flops(DENSE, [8])[0]
 
 
+def test_sparse_attention_is_counted_over_the_chosen_keys():
+    card = compose(["model=tiny_glm_moe_dsa"]).model.card  # 4 layers, two of which choose; 16 keys
+    dense = 6 * active_parameters(card)
+    pair = 4 * 6 * card.num_attention_heads * (2 * card.kv_lora_rank + card.qk_rope_head_dim)
+    score = 2 * 2 * card.index_n_heads * card.index_head_dim
+    assert packed_flops(card, [3])[0] == dense * 3 + pair * 6 + score * 6
+    assert packed_flops(card, [20, 3])[0] == dense * 23 + pair * (16 * 17 / 2 + 4 * 16 + 6) + score * (210 + 6)
+
+
 def test_utilisation_is_work_over_time_over_peak() -> None:
     share, formula = utilisation(1e9, 2.0, "cpu")
     half, _ = utilisation(1e9, 4.0, "cpu")
