@@ -19,6 +19,7 @@ LAYOUTS = {  # experiment -> job, nodes, devices of a node, engines, trainer ran
     "lora_one_gpu": ("rl", 1, 1, 1, 1),
     "math_qwen3_4b": ("rl", 1, 8, 4, 4),
     "math_qwen3_30b_a3b": ("rl", 2, 8, 4, 8),
+    "math_glm_5": ("rl", 28, 8, 12, 128),
     "sft_qwen3_30b_a3b": ("sft", 4, 8, 0, 32),
 }
 

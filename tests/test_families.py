@@ -25,6 +25,7 @@ from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.families.build import DECODERS, build_decoder
 from prl.models.layers.documents import attend_documents
 from prl.models.names.decoder import single_mixers
+from prl.planning import make_plan
 from prl.planning.model_size import parameter_count
 
 CPU = torch.device("cpu")
@@ -221,3 +222,13 @@ def test_parameters_are_counted(name):
     card = family_card(name)
     with torch.device("meta"):
         assert parameter_count(card) == sum(param.numel() for param in build_decoder(card).parameters())
+
+
+@pytest.mark.parametrize(("model", "infer", "train"), [("glm_5_1", 12, 16), ("kimi_k2", 16, 16)])
+def test_the_largest_are_planned_at_131072_tokens(model, infer, train):
+    layout = ["deployment=multi_node", f"deployment.num_infer_nodes={infer}", f"deployment.num_train_nodes={train}",
+              "parallelism=ep8", "parallelism.cp=8", "memory=tight", "optim=adamw", "inference=vllm", "inference.tp=8",
+              "inference.dp=2", "inference.expert_parallel=true"]  # fmt: skip
+    lengths = ["seq_len=131072", "inference.max_model_len=131072", "warm_start=none"]
+    plan = make_plan(compose([f"model={model}", *layout, *lengths]))
+    assert (plan.num_nodes, len(plan.roles_of("trainer"))) == (infer + train, train * 8)
