@@ -36,9 +36,9 @@ class Experts(nn.Module):
         return self.dispatch(x, weights, experts, self.num_experts, self.grouped_mlp)
 
     @property
-    def first_proj(self) -> nn.Parameter:
+    def first_proj(self) -> Tensor:
         """gate_up_proj, or up_proj."""
-        return self.get_parameter(f"{self.first}_proj")
+        return getattr(self, f"{self.first}_proj")
 
     def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
