@@ -82,6 +82,18 @@ SILU = {"hidden_act": ("silu",)}
 NO_WINDOW = {"use_sliding_window": (False, None)}
 NO_LIMIT = ([0.0, float("inf")], (0.0, float("inf")), [0.0, {"__float__": "Infinity"}])  # as JSON has it, or not
 SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+DEEPSEEK_SILENT: Mapping[str, Any] = {
+    "n_shared_experts": 1,
+    "mlp_only_layers": (0, 1, 2),
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -140,18 +152,7 @@ FAMILIES: Mapping[str, Family] = {
         has=(*DEEPSEEK_ROUTER, *LATENT, "attention_bias", "rope_scaling"),
         always={"use_qk_norm": False},
         keys={"num_experts": "n_routed_experts"},
-        silent={
-            "n_shared_experts": 1,
-            "mlp_only_layers": (0, 1, 2),
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
+        silent=DEEPSEEK_SILENT,
         builds={**SILU, **SIGMOID, "rope_interleave": (True,)},
         writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
         dense_first=True,
@@ -190,21 +191,7 @@ FAMILIES: Mapping[str, Family] = {
         has=(*DEEPSEEK_ROUTER, *LATENT, *INDEX, "attention_bias", "rope_scaling"),
         always={"use_qk_norm": False},
         keys={"num_experts": "n_routed_experts"},
-        silent={
-            "n_shared_experts": 1,
-            "mlp_only_layers": (0, 1, 2),
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "index_topk": 2048,
-            "index_n_heads": 64,
-            "index_head_dim": 128,
-        },
+        silent={**DEEPSEEK_SILENT, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
         builds={**SILU, **SIGMOID, "rope_interleave": (True,), "mlp_bias": (False,)},
         writes={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
         dense_first=True,
