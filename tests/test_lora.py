@@ -30,7 +30,7 @@ from prl.trainer.optim import build_optimizers
 
 def merged_model(model):
     whole = build_decoder(model.card)
-    whole.load_state_dict(dict(merged_parameters(model)))
+    whole.load_state_dict(dict(merged_parameters(model)) | model.checkpoint_buffers())
     return whole
 
 
@@ -49,6 +49,27 @@ def test_merged_weights_are_the_same_model(kind):
         plain = hidden_of(random_model(CARDS[kind](), std=0.1), kernel_attention())
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
     assert (adapted - plain).abs().max() > 0.1
+
+
+def test_latents_absorbed_into_queries_see_the_adapters():
+    """The absorbed form takes kv_b_proj's matrix apart, adapters included, and indexers stay frozen."""
+    model = random_model(family_card("glm_moe_dsa"), std=0.1)
+    apply_lora(model, LoraConfig(rank=4, alpha=8.0, targets=("kv_b_proj",)), torch.float32)
+    init_adapters(model, 0)
+    ids = torch.arange(20)
+
+    def logits(of):
+        return of.logits(of(ids, ids, attend_documents(of.card, [20], torch.device("cpu"))))
+
+    with torch.no_grad():
+        before = logits(model)
+        for name, param in model.named_parameters():
+            if is_adapter(name):
+                param.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+        after, merged = logits(model), logits(merged_model(model))
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(after, merged, rtol=1e-4, atol=1e-5)
+    assert not any(param.requires_grad for name, param in model.named_parameters() if "indexer" in name)
 
 
 @pytest.mark.parametrize("kind", CARDS)
