@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.ends import points_without_word, why_lost
 from launch.local import device_places, run_points
 from launch.places import telling_places
 from launch.points import Point, freeze, is_to_start, make_points
@@ -20,14 +22,14 @@ from launch.shapes import refuse_loopback_engines, refuse_too_large, refuse_too_
 from launch.slurm_queue import is_configured
 from launch.states import PointState, state_in, state_of, taken
 from launch.submitit_keys import refuse_contradictions
-from launch.sweep_file import record_points
+from launch.sweep_file import read_sweep, record_points
 from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
 from prl.config.console import one_line
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.planner import make_plan
 from prl.runtime.directory.files import locked
 from prl.runtime.directory.rundir import make_unique, refuse_foreign
-from prl.runtime.directory.status_file import read_status
+from prl.runtime.directory.status_file import read_attempts, read_status
 from prl.runtime.people.for_people import API_KEY
 from prl.runtime.preflight import check_directory
 from prl.runtime.process.ports import ANY_HOST, LOOPBACK
@@ -124,7 +126,7 @@ def wait_for_server(session: Session, path: Path) -> None:
     try:
         urls = urls_when_serving(path)
     except KeyboardInterrupt:
-        print(one_line(f"python -m prl.status {path} tells where it serves"), file=sys.stderr)
+        print(one_line(f"python -m prl.status {shlex.quote(str(path))} tells where it serves"), file=sys.stderr)
         raise SystemExit(130) from None
     if not urls:
         print(why_it_does_not_serve(path), file=sys.stderr)
@@ -138,10 +140,13 @@ def wait_for_server(session: Session, path: Path) -> None:
 
 def why_it_does_not_serve(path: Path) -> str:
     """Of a server whose job has ended: the class, cause and remedy that its status has, and where more is said."""
-    more = f"python -m prl.status {path}; {path / 'slurm'} has its log"
+    more = f"python -m prl.status {shlex.quote(str(path))}; {path / 'slurm'} has its log"
     failure = read_status(path).get("failure")
     if not failure:
-        return f"it does not serve: {more}"
+        state, why = points_without_word(path, read_sweep(path)).get(".", ("lost", ""))
+        job = str((read_attempts(path) or [{}])[-1].get("job") or "")
+        cause = why or (why_lost(path, job) if state == "lost" else state)
+        return "\n".join(map(one_line, [f"it does not serve: {cause}", f"  more:  {more}"]))
     parts = [line for line in failure["log_tail"] if re.match(r"  (where|why|do):", line)]  # as a UserError renders
     cause = f"{failure['role']} failed, class {failure['class']}: {failure['message']}"
     return "\n".join(map(one_line, [f"it does not serve: {cause}", *parts, f"  more:  {more}"]))
@@ -167,7 +172,10 @@ def _results(
     try:
         wait_for([point.path for point in points], sweep_dir, on_slurm)
     except KeyboardInterrupt:
-        print(one_line(f"no longer waiting; python -m prl.cancel {sweep_dir} stops what runs"), file=sys.stderr)
+        print(
+            one_line(f"no longer waiting; python -m prl.cancel {shlex.quote(str(sweep_dir))} stops what runs"),
+            file=sys.stderr,
+        )
         raise SystemExit(130) from None
     results = {str(point.path): outcome(point) for point in points}
     session.failed |= {path: 1 for path, value in results.items() if isinstance(value, PointFailedError)}

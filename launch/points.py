@@ -12,7 +12,7 @@ from launch.states import PointState
 from prl.config.errors import ConfigError, UserError
 from prl.planning.planner import make_plan
 from prl.planning.run_plan import RunPlan
-from prl.runtime.directory.files import replace_file
+from prl.runtime.directory.files import move_away, replace_file
 from prl.runtime.directory.rundir import claim, refuse_foreign
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def make_points(overrides: Iterable[tuple[str, ...]], configs: Iterable[RunConfi
         try:
             refuse_foreign(point.path, point.plan)
         except UserError as error:  # its remedy is of a run alone
-            fix = f"hydra.sweep.dir=ANOTHER_DIRECTORY, or mv {point.path} {point.path}.other"
+            fix = f"hydra.sweep.dir=ANOTHER_DIRECTORY, or {move_away(point.path, 'other')}"
             found.append(UserError(error.what, where=f"hydra.sweep.dir={point.path.parent}", why=error.why, fix=fix))
     if found:
         raise ConfigError(found)

@@ -40,6 +40,16 @@ OF_THE_PLAN = re.compile(
     r"(?:^|\s)(--(?:nodes|ntasks(?!-per-node[= ]+1\s*$)(?:-per-[a-z]+)?|array|output|error))(?=[=\s]|$)"
     r"|^\s*(-[Nnaoe])"
 )
+# what has a key of its own, by which the script and the run go: ours, and that of submitit's launcher
+OWN_KEYS = {
+    "--time": ("slurm.time", "timeout_min"),
+    "--signal": ("slurm.signal_delay_s", "signal_delay_s"),
+    "--job-name": ("slurm.job_name", "name"),
+    "--no-requeue": ("slurm.max_retries=0 slurm.max_timeouts", "max_num_timeout"),
+}
+OF_A_KEY = re.compile(rf"(?:^|\s)({'|'.join(OWN_KEYS)})(?=[=\s]|$)")
+SUBMITITS = "hydra.launcher.additional_parameters."
+GPUS = re.compile(r"(?:^|\s)--(gres|gpus|gpus-per-node|gpus-per-task)[= ]+(\S+)")
 TAKES = {  # where a union of types complains of its last one alone
     "parallel_points": "it is a whole number from 1, or auto",
     "slurm.time": IN_WORDS[SlurmTime],
@@ -68,6 +78,15 @@ def refuse_lines_of_the_plan(lines: Iterable[str], where: str) -> Iterator[UserE
         where: the key that has the lines.
     """
     for line in lines:
+        if (own := OF_A_KEY.search(line)) is not None:
+            of_submitit = where.startswith(SUBMITITS)
+            key = f"hydra.launcher.{OWN_KEYS[own[1]][1]}" if of_submitit else OWN_KEYS[own[1]][0]
+            yield UserError(
+                f"{where} has {line!r}, which has a key of its own.",
+                where=where,
+                why="the script would say it twice, and the run goes by the key",
+                fix=f"leave {own[1]} out; {key}={'0' if own[1] == '--no-requeue' else 'VALUE'}",
+            )
         met = OF_THE_PLAN.search(line)
         if met is not None:
             yield UserError(
@@ -76,6 +95,18 @@ def refuse_lines_of_the_plan(lines: Iterable[str], where: str) -> Iterator[UserE
                 why="nodes, tasks and the array follow from the plans of the points; logs lie in the sweep's slurm/",
                 fix=f"leave {met[1] or met[2]} out; deployment and parallelism say what a point takes",
             )
+
+
+def gpus_of_lines(lines: Iterable[str], nodes: int) -> Iterator[tuple[str, int]]:
+    """Of lines of sbatch that ask for GPUs: the line, and how many a node gets by it."""
+    for line in lines:
+        for option, value in GPUS.findall(line):
+            entries = [entry.strip("'\"") for entry in value.split(",")]
+            if option == "gres":
+                entries = [entry[4:] for entry in entries if entry == "gpu" or entry.startswith("gpu:")]
+            counts = [int(last) if (last := entry.rpartition(":")[2]).isdecimal() else 1 for entry in entries]
+            if counts:
+                yield line, sum(counts) // (nodes if option == "gpus" else 1)
 
 
 def _invalid(name: str, item: dict[str, Any]) -> UserError:

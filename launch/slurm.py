@@ -19,7 +19,7 @@ from launch.points import Point
 from launch.settings import LauncherSettings
 from launch.shapes import Batch, make_batches
 from launch.slurm_queue import max_array_size, run_slurm
-from launch.sweep_file import record_submission
+from launch.sweep_file import record_refusal, record_submission
 from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.runtime.directory.files import create_exclusively, replace_file
@@ -33,9 +33,9 @@ OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeEr
 class PointExecutor(submitit.SlurmExecutor):
     """submitit's submission of a script, with a script of ours: it starts agents and needs no pickles."""
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, place: Path) -> None:
         super().__init__(folder)
-        self.script = script
+        self.place, self.script = place, place.read_text()
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self.script
@@ -46,13 +46,19 @@ class PointExecutor(submitit.SlurmExecutor):
             with _outside_of_jobs():
                 return self._submit_command("").job_id
         except submitit.core.utils.FailedJobError as error:
-            reason = re.findall(r"sbatch: error: (.*)", str(error)) or [str(error).strip().splitlines()[-1]]
+            reason = reasons_of(str(error))
             raise UserError(
                 f"sbatch refused the job: {reason[-1]}",
-                where="hydra.launcher.slurm",
-                why="; ".join(reason[:-1]),
+                where=str(self.place),
+                why="; ".join(reason[:-1]) or "this cluster does not take a line of the script",
                 fix="hydra.launcher.dry_run=true shows the script; sinfo and sacctmgr show what this cluster allows",
             ) from error
+
+
+def reasons_of(said: str) -> list[str]:
+    """What sbatch says against a job, the last word last; at least one."""
+    own = [line for line in re.findall(r"^sbatch: (?:error: )?(.*)", said, re.MULTILINE) if line.strip()]
+    return own or [line for line in said.strip().splitlines() if not line.startswith("Try ")][-1:] or ["without a word"]
 
 
 @contextlib.contextmanager
@@ -78,7 +84,12 @@ def submit(points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> 
     jobs = []
     for batch in make_batches(points, settings, settings.max_array_size or max_array_size()):
         script = write_script(batch, sweep_dir, code)
-        job_id = PointExecutor(folder, script.read_text()).submit_script()
+        try:
+            job_id = PointExecutor(folder, script).submit_script()
+        except UserError as error:
+            with contextlib.suppress(OSError, UserError):
+                record_refusal(sweep_dir, batch.points, error.what)
+            raise
         try:
             record_submission(sweep_dir, job_id, script, batch.points, batch.is_array, code)
         except (OSError, UserError):
@@ -87,7 +98,10 @@ def submit(points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> 
         jobs.append(job_id)
         what = f"array of {len(batch.points)} points" if batch.is_array else batch.points[0].path.name
         print(one_line(f"job {job_id}: {what}, {batch.shape.describe()}, {script}"), flush=True)
-    print(one_line(f"python -m prl.status {os.path.relpath(sweep_dir)} shows what becomes of them"), flush=True)
+    print(
+        one_line(f"python -m prl.status {shlex.quote(os.path.relpath(sweep_dir))} shows what becomes of them"),
+        flush=True,
+    )
     return jobs
 
 
@@ -153,5 +167,6 @@ def template_variables(batch: Batch, sweep_dir: Path, code: FrozenCode, listing:
         "log": str(listing.parent / ("%A_%a.log" if batch.is_array else "%j.log")),
         "python_path": code.python_path,
         "command": shlex.join(python_command("prl.runtime.agent", "--list", str(listing))),
+        "afterwards": shlex.join(python_command("prl.runtime.afterwards", "--list", str(listing), "--code")),
         "slurm": shape.slurm,
     }

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from prl.config.errors import UserError
 
 DEFAULT_MAX_ARRAY_SIZE = 1001  # SLURM's own
+MOST_ASKED = 20  # jobs, each by a command of its own, where there is no accounting
 
 
 def is_configured() -> bool:
@@ -34,6 +35,46 @@ def _ask(parents: set[str]) -> list[tuple[str, str]]:
     listing = run_slurm("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(sorted(parents))}")
     pairs = [line.split() for line in (listing or "").splitlines()]
     return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+
+
+def how_jobs_ended(jobs: Collection[str]) -> dict[str, str]:
+    """State and exit code of jobs that have ended, as far as accounting or, for some minutes, the controller knows.
+
+    An element of an array that never started may have no row of its own there: it is in that of the array.
+    """
+    if not jobs:
+        return {}
+    found: dict[str, str] = {}
+    asked = ",".join(sorted({*jobs, *(job.partition("_")[0] for job in jobs)}))
+    listing = _ask_or_nothing("sacct", "-nXP", "--format=JobID,State,ExitCode", f"--jobs={asked}")
+    for line in listing.splitlines():
+        job, state, code = (*line.split("|"), "", "")[:3]
+        found[job] = _told_end(state, code)
+    arrays = {name.partition("_")[0]: end for name, end in found.items() if name.partition("_")[2][:1] in ("", "[")}
+    for job in jobs:
+        if job not in found and "_" in job and job.partition("_")[0] in arrays:
+            end = arrays[job.partition("_")[0]]
+            found[job] = "cancelled while it waited" if end.startswith(("PENDING", "RUNNING")) else end
+    for job in [job for job in jobs if job not in found][:MOST_ASKED]:
+        told = dict(re.findall(r"(JobState|ExitCode)=(\S+)", _ask_or_nothing("scontrol", "-o", "show", "job", job)))
+        if "JobState" in told:
+            found[job] = _told_end(told["JobState"], told.get("ExitCode", ""))
+    return found
+
+
+def _told_end(state: str, code: str) -> str:
+    """`code` is EXIT_CODE:SIGNAL."""
+    exit_code, _, number = code.partition(":")
+    if number not in ("", "0"):
+        return f"{state}, signal {number}"
+    return f"{state}, exit code {exit_code}" if exit_code else state
+
+
+def _ask_or_nothing(*command: str) -> str:
+    try:
+        return run_slurm(*command) or ""
+    except UserError:
+        return ""
 
 
 def max_array_size() -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from launch.points import Point
-from launch.settings import LauncherSettings, read_settings, refuse_lines_of_the_plan
+from launch.settings import LauncherSettings, gpus_of_lines, read_settings, refuse_lines_of_the_plan
 from launch.submitit_nodes import SubmititSlurm
 from prl.config.errors import ConfigError, UserError
 from prl.config.keys import as_override
@@ -161,6 +161,17 @@ def refuse_contradictions(points: Iterable[Point], settings: LauncherSettings) -
             found[told.what] = told
         on_cpu = point.config.deployment.device == "cpu"
         takes = {"nodes": point.plan.num_nodes, "gpus_per_node": 0 if on_cpu else point.plan.gpus_per_node}
+        lines = [*(settings.slurm.sbatch or ()), *(point.config.slurm.sbatch or ())]
+        gres = point.config.slurm.gres or settings.slurm.gres
+        lines += [f"--gres={gres}"] if gres else []
+        for line, given in gpus_of_lines(lines, point.plan.num_nodes):
+            if given < takes["gpus_per_node"]:
+                found[line] = UserError(
+                    f"{line} asks for too few GPUs for {point.path.name}.",
+                    where="slurm.gres, slurm.sbatch, or additional_parameters of submitit's launcher",
+                    why=f"its plan takes {takes['gpus_per_node']} on a node: deployment and parallelism say so",
+                    fix=f"leave it out, or ask for {takes['gpus_per_node']}",
+                )
         for key, wanted in settings.asked.items():
             if wanted != takes[key]:
                 found[key] = UserError(

@@ -63,6 +63,28 @@ def record_submission(
     change_object(sweep_dir / SWEEP_FILE, add, {})
 
 
+def record_refusal(sweep_dir: Path, points: list[Point], why: str) -> None:
+    """Of a job that sbatch did not take."""
+    row = {"time": time.time(), "points": [name_in(sweep_dir, point.path) for point in points], "why": why}
+
+    def add(sweep: dict[str, Any]) -> None:
+        _complete(sweep, sweep_dir)
+        sweep.setdefault("refusals", []).append(row)
+
+    change_object(sweep_dir / SWEEP_FILE, add, {})
+
+
+def refused_points(sweep: dict[str, Any]) -> dict[str, str]:
+    """Points whose last submission was refused, and why."""
+    rows = sweep.get("refusals", [])
+    found: dict[str, str] = {}
+    for row in rows if _all_have(rows, {"time": float, "points": list, "why": str}) else []:
+        later = [job for job in sweep["submissions"] if job.get("time", 0.0) > row["time"]]
+        taken = {name for job in later for name in job["points"]}
+        found |= {name: row["why"] for name in row["points"] if name not in taken}
+    return found
+
+
 def _complete(sweep: dict[str, Any], sweep_dir: Path) -> None:
     """Add what a record lacks. Raises UserError if what it has is something else."""
     for key, value in {"name": sweep_dir.name, "commands": [], "points": [], "submissions": []}.items():

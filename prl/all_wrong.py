@@ -2,7 +2,8 @@
 read, keys and choices that there are not, values of a wrong type, keys of the launcher.
 
 What is blamed is left out and the rest composed again, until nothing more is found. Rules across keys are left to the
-command that is right in each of them: without what is wrong they would be about another configuration.
+command that is right in each of them: without what is wrong they would be about another configuration. Where keys of
+the launcher alone are wrong, those of it that contradict a plan are told, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from launch.reading import settings_of
-from prl.config.composing import compose_yaml, refuse_contradictions
+from launch.submitit_keys import refuse_asked
+from prl.config.composing import compose, compose_yaml, refuse_contradictions
 from prl.config.errors import ConfigError, UnfitMachineError, UserError
 from prl.config.overrides import keys_in, parse
 from prl.config.resolving import resolve
@@ -43,6 +45,8 @@ def all_wrong(error: UserError, lines: list[str], config_name: str, multirun: bo
         ]
         pending = list({told.what: told for told in pending}.values())
         found = [*found, *pending]
+    if all(told.where.startswith("hydra.launcher.") for told in found):
+        found += [told for told in _contradictions(left, config_name, multirun) if any(_blames(told, x) for x in left)]
     whole = error if found == getattr(error, "violations", [error]) else ConfigError(found)
     readable = [line for line in lines if not any(told.where == line for told in found)]
     with contextlib.suppress(UserError, HydraException):
@@ -81,6 +85,20 @@ def _of_launcher(lines: list[str], config_name: str) -> Iterator[UserError]:
         settings_of(node)
     except ConfigError as error:
         yield from error.violations
+
+
+def _contradictions(lines: list[str], config_name: str, multirun: bool) -> list[UserError]:
+    """Between the launcher and the plans of the points, of lines that are right by themselves."""
+    with contextlib.suppress(UserError, HydraException, OmegaConfBaseException):
+        node = launcher_of(lines, config_name)
+        points = corners(sweep_lines(lines, config_name))[:MOST_POINTS] if multirun else [lines]
+        configs = [compose(point, config_name) for point in points]
+        try:
+            for config in configs:
+                refuse_asked(node, config)
+        except ConfigError as error:
+            return error.violations
+    return []
 
 
 def _of_types(point: list[str], config_name: str) -> Iterator[UserError]:

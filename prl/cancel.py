@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from pathlib import Path
 
 from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
-from prl.runtime.directory.files import find_directories
+from prl.config.place_names import a_path
+from prl.runtime.directory.files import find_directories, refuse_unreadable
 from prl.runtime.directory.identity import signal_process
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import read_status, status_path
@@ -28,7 +30,7 @@ from prl.status import cause_of, find_runs, true_state, waiting_points
 def main() -> None:
     shield_console()
     parser = argparse.ArgumentParser(prog="prl cancel", description=__doc__)
-    parser.add_argument("directory", type=Path, help="a run directory, or that of a sweep")
+    parser.add_argument("directory", type=a_path, help="a run directory, or that of a sweep")
     directory = parser.parse_args().directory.expanduser().absolute()
     try:
         refuse_no_run(directory)
@@ -50,8 +52,9 @@ def refuse_no_run(directory: Path) -> None:
     """Raise UserError for what is neither a run nor a sweep, and holds none."""
     from launch.sweep_file import SWEEP_FILE
 
+    refuse_unreadable(directory)
     if directory.is_dir():
-        if holds_run(directory) or (directory / SWEEP_FILE).exists() or find_directories(directory, holds_run):
+        if holds_run(directory) or os.path.exists(directory / SWEEP_FILE) or find_directories(directory, holds_run):
             return
         what, why = f"{one_line(directory)} is no run and no sweep.", "a run has a plan.json, a sweep a sweep.json"
         why += f"; here {'are other files' if any(directory.iterdir()) else 'is nothing'}, and no run below"
@@ -74,7 +77,7 @@ def what_it_is(directory: Path) -> str:
         why = cause_of(directory, status)
         return f"{directory} is a run that is {state}{step}" + (f" ({why})" if why else "")
     states = {run.relative_to(directory).as_posix(): true_state(run, read_status(run)) for run in find_runs(directory)}
-    is_sweep = (directory / SWEEP_FILE).exists()
+    is_sweep = os.path.exists(directory / SWEEP_FILE)
     if is_sweep:
         states = {**waiting_points(directory), **states}
     counts = Counter(states.values())
@@ -88,7 +91,7 @@ def cancel_jobs(directory: Path) -> list[str]:
     from launch.slurm_queue import live_jobs
     from launch.sweep_file import SWEEP_FILE, job_of_points, read_sweep
 
-    is_sweep = (directory / SWEEP_FILE).exists()
+    is_sweep = os.path.exists(directory / SWEEP_FILE)
     jobs = job_of_points(read_sweep(directory if is_sweep else directory.parent))
     wanted = set(jobs.values()) if is_sweep else {job for name, job in jobs.items() if name == directory.name}
     live = sorted(live_jobs(wanted))
@@ -115,7 +118,7 @@ def stop_runs(directory: Path, jobs: Collection[str] = ()) -> tuple[list[str], l
         if where == "alive":
             stopped.append(run.name)
         elif where == "elsewhere" and not jobs:
-            others.append(f"{run.name} runs on {root['host']}: python -m prl.cancel {run} there")
+            others.append(f"{run.name} runs on {root['host']}: python -m prl.cancel {shlex.quote(str(run))} there")
         elif where != "elsewhere":
             others.append(f"{run.name} is alive, but {status_path(run)} does not say which process it is: {where}")
     return stopped, others

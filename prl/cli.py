@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import os
+import shlex
 import sys
 
 from prl.config.console import shield_console
@@ -63,12 +65,26 @@ def _complete(program: str, words: list[str]) -> None:
         return
     # +sweep= is our second name of +sweep_file= (prl.config.hydra_setup), which is what Hydra knows how to complete
     os.environ["COMP_LINE"] = f"{program} {rest}".replace(" +sweep=", " +sweep_file=")
+    sys.argv += config_dir_of(rest) if asked else []
     offered = io.StringIO()
     try:
         with contextlib.redirect_stdout(offered):
             _run(command if asked else "rl")
     finally:
         print(offered.getvalue().replace("+sweep_file=", "+sweep="), end="")
+
+
+def config_dir_of(line: str) -> list[str]:
+    """The option of a line that is being typed by which a directory of the user's own is searched, if it has one."""
+    try:
+        words = shlex.split(line.rpartition(" ")[0])  # the last word is not complete
+    except ValueError:  # an open quotation
+        return []
+    for word, following in itertools.pairwise([*words, ""]):
+        option, _, value = word.partition("=")
+        if option in ("--config-dir", "-cd") and os.path.isdir(value or following):
+            return ["--config-dir", value or following]
+    return []
 
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.config.hydra_setup import SWEEP_OPTION, name_sweep, register
 from prl.config.locate import conf_dir
 from prl.config.overrides import parse, swept_keys
+from prl.config.place_names import lost_directory
 from prl.config.search_path import use_directories
 from prl.config.sweep import corners, expand, launcher_of, makes_a_grid, resolve_points, sweep_lines
+from prl.config.traced import left_to_user
 from prl.config.unreadable import UNREADABLE, unreadable
 from prl.runtime.nodes.torchrun import refuse_torchrun
 
@@ -55,6 +57,10 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
         if args.config_path is not None:
             raise _no_other_conf(args.config_path)
         offer_config_names(starts_nothing)
+        if why := lost_directory():  # Hydra asks for its name, and makes what it is told to make from there
+            raise UserError(
+                f"{why[0].upper()}{why[1:]}.", why="paths are relative to it", fix="cd to another directory"
+            )
         use_directories(args.config_dir, parse(args.overrides))
         session = Session(job, name, starts_nothing)
         code = _run(session, args.overrides, args.multirun, args.shell_completion)
@@ -85,6 +91,8 @@ def with_all_others(error: UserError, overrides: list[str], config_name: str, mu
         return error
     from prl.all_wrong import all_wrong  # pydantic and the planner: --cfg and completion do without them
 
+    register()  # a line that cannot be read is refused before
+    register_plugins()
     return all_wrong(error, overrides, config_name, multirun)
 
 
@@ -118,6 +126,8 @@ def _run(session: Session, overrides: list[str], multirun: bool, completing: boo
         raise UserError(
             "A sweep needs -m.", where="+sweep", why="without it one point would run, and no axis", fix="-m +sweep=NAME"
         )
+    if not multirun and not completing and (left := left_to_user(overrides, session.config_name)):
+        raise ConfigError(left)
     if multirun:
         found = problems(overrides, session.config_name)
         if found:

@@ -46,16 +46,14 @@ def show_commands(config: RunConfig) -> int:
 def freeze(config: RunConfig) -> int:
     from prl.planning import make_plan
     from prl.runtime.directory.rundir import claim
-    from prl.runtime.nodes.seats import LEADERS, seats_by_hand
+    from prl.runtime.nodes.seats import LEADERS, commands_by_hand
 
     plan = make_plan(config)
     point = claim(plan)
     point.release()
     print(one_line(f"frozen: {point.path}"))
-    seats = seats_by_hand(plan, point.path) if plan.config.job in LEADERS else ()
-    for seat in seats:
-        if "/" not in seat.name:  # not those of torchrun's ranks
-            print(f"    {seat.command}")
+    for command in commands_by_hand(plan, point.path) if plan.config.job in LEADERS else ():
+        print(f"    {command}")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from prl.entry import run_app
@@ -17,10 +19,17 @@ def launch(config: RunConfig) -> int:
 
 
 def main() -> None:
-    from prl.runtime.nodes.torchrun import take_torchrun
+    from prl.config.errors import UserError
+    from prl.runtime.nodes.torchrun import looks_like_ranks, take_torchrun
 
-    torchrun = take_torchrun()
+    try:
+        torchrun = take_torchrun()
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
     if torchrun is None:
+        if told := looks_like_ranks(os.environ):
+            print(told, file=sys.stderr)
         run_app(launch, "sft")
         return
     from prl.runtime.by_hand import under_torchrun

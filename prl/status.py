@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -12,14 +13,16 @@ from typing import Any
 
 from prl.config.console import console_error, leave_told, one_line, shield_console
 from prl.config.errors import UserError
-from prl.runtime.agent import read_attempts
-from prl.runtime.directory.files import find_directories, parse_object
+from prl.config.place_names import a_path
+from prl.runtime.agent import read_attempts, read_plan
+from prl.runtime.directory.files import find_directories, parse_object, refuse_unreadable
 from prl.runtime.directory.ledger import summarise_failures
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
-from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run, last_lines
+from prl.runtime.nodes.seats import commands_by_hand
+from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run, last_lines, within
 from prl.runtime.people.view import clock
-from prl.runtime.process.failures import how_points_go_on, waits_for_people
+from prl.runtime.process.failures import how_points_go_on, some_names, waits_for_people
 
 HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "updated", "why")
 WHY_WIDTH = 80
@@ -32,12 +35,16 @@ ALONE = "."  # how the record of a job that is no part of a sweep names its run
 def main() -> None:
     shield_console()
     parser = argparse.ArgumentParser(prog="prl status", description=__doc__)
-    parser.add_argument("directory", type=Path, help="a run directory, or a directory of them (a sweep)")
+    parser.add_argument("directory", type=a_path, help="a run directory, or a directory of them (a sweep)")
     parser.add_argument(
         "--follow", action="store_true", help=f"every {FOLLOW_S:g} s again, until nothing runs or waits"
     )
     arguments = parser.parse_args()
-    show(arguments.directory, arguments.follow)
+    try:
+        show(arguments.directory, arguments.follow)
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
     leave_told()
 
 
@@ -46,6 +53,7 @@ def show(directory: Path, follow: bool) -> None:
     while True:
         text, alive = render(directory)
         if not text:
+            refuse_unreadable(directory)
             print(one_line(f"no run in {directory}"), file=sys.stderr)
             sys.exit(2)
         clear = "\x1b[2J\x1b[H" if follow and sys.stdout.isatty() else ""
@@ -60,20 +68,25 @@ def render(directory: Path) -> tuple[str, bool]:
     if has_told(directory):
         state = state_alone(directory)
         return render_run(directory, state), state in ALIVE
-    waiting, damage = {}, ""
+    silent, damage = dict[str, tuple[str, str]](), ""
     try:
-        waiting = waiting_points(directory)
+        silent = silent_points(directory)
     except UserError as error:  # of the sweep's record; its runs are there none the less
         damage = error.render()
     runs = find_runs(directory)
     rows = [_row(directory, run) for run in runs]
     started = {run.relative_to(directory).as_posix() for run in runs}
-    rows += [(name, state, *[""] * (len(HEADER) - 2)) for name, state in waiting.items() if name not in started]
+    waiting = {name: state for name, (state, _) in silent.items()}
+    cells = [""] * (len(HEADER) - 3)
+    silent_rows = [(name, state, *cells, within(directory, why)) for name, (state, why) in silent.items()]
+    rows += [row for row in silent_rows if row[0] not in started]
     rows = [(row[0], _state_in(waiting, row[0], row[1]), *row[2:]) for row in rows]
     rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    goes_on = how_points_go_on(_statuses(directory, runs)) if (directory / "sweep.json").exists() else []
+    goes_on = how_points_go_on(_statuses(directory, runs)) if os.path.exists(directory / "sweep.json") else []
+    if unstarted := sorted(name for name, (state, _) in silent.items() if state in ("missing", "refused")):
+        goes_on.append(_how_it_starts(directory, unstarted))
     lines = [render_table(sorted(rows)), *map(one_line, [*goes_on, summarise_failures(directory)]), damage]
     return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
 
@@ -98,27 +111,23 @@ def state_alone(run_dir: Path) -> str:
 
 
 def waiting_points(sweep_dir: Path) -> dict[str, str]:
-    """Points of a sweep that are not running: "queued" while SLURM has a job for them that has not told of itself yet,
-    else "missing" if they never started.
-    """
-    from launch.slurm_queue import live_jobs
-    from launch.sweep_file import job_of_points, read_sweep
+    """Points of a sweep that do not run, and their states (`launch.ends`). Raises UserError for a damaged record."""
+    return {name: state for name, (state, _) in silent_points(sweep_dir).items()}
 
-    sweep = read_sweep(sweep_dir)
-    jobs = job_of_points(sweep)
-    try:
-        live = live_jobs(set(jobs.values()))
-    except UserError:  # no SLURM here: the record is all there is
-        live = {}
-    waiting = {}
-    for point in sweep["points"]:
-        name = point["dir"]
-        has_begun, state = status_path(sweep_dir / name).exists(), live.get(jobs.get(name, ""))
-        if state == "PENDING" or (state is not None and not has_begun):
-            waiting[name] = "queued"
-        elif not has_begun:
-            waiting[name] = "missing"
-    return waiting
+
+def silent_points(sweep_dir: Path) -> dict[str, tuple[str, str]]:
+    """The same, each with its cause."""
+    from launch.ends import points_without_word
+    from launch.sweep_file import read_sweep
+
+    return points_without_word(sweep_dir, read_sweep(sweep_dir))
+
+
+def why_lost(run: Path) -> str:
+    """Of a run whose processes are gone: what SLURM knows of its job."""
+    from launch import ends
+
+    return ends.why_lost(run, str((read_attempts(run) or [{}])[-1].get("job") or ""))
 
 
 def find_runs(directory: Path) -> list[Path]:
@@ -128,7 +137,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 def has_told(path: Path) -> bool:
     """Whether a run has told of itself here, or would have if its files could be read."""
-    return status_path(path).exists() or (holds_run(path) and (is_locked(path) or bool(find_faults(path))))
+    return os.path.exists(status_path(path)) or (holds_run(path) and (is_locked(path) or bool(find_faults(path))))
 
 
 def true_state(run_dir: Path, status: dict[str, Any]) -> str:
@@ -166,18 +175,43 @@ def _lines_of_run(run_dir: Path, state: str) -> list[str]:
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")
         lines += [f"  | {line}" for line in failure["log_tail"]]
-        lines += [_how_it_goes_on(run_dir, status)] * (state == "failed")
+    if state in ("failed", "stopped"):
+        lines.append(_how_it_goes_on(run_dir, status))
+    if state == "lost":
+        lines += [why_lost(run_dir), _how_it_goes_on(run_dir, status)]
     return lines
 
 
 def _how_it_goes_on(run_dir: Path, status: dict[str, Any]) -> str:
     place = shlex.quote(str(run_dir))
-    if not (run_dir.parent / "sweep.json").exists():
-        return f"to go on: the same command with output_dir={place}"
+    if not os.path.exists(run_dir.parent / "sweep.json"):
+        return f"to go on: {_commands_of_roles(run_dir, status) or f'the same command with output_dir={place}'}"
     why = "it may pass: the sweep's command tries it again"
-    if waits_for_people(status):
+    if status["state"] == "stopped":
+        why = "the sweep's command goes on with it"
+    elif waits_for_people(status):
         why = "it would fail again as it is: hydra.launcher.retry_failed=true in the sweep's command tries it again"
     return f"{why}; this point alone: python -m prl.runtime.agent {place}"
+
+
+def _commands_of_roles(run_dir: Path, status: dict[str, Any]) -> str:
+    """Of a run whose roles others have started; nothing for one that starts its own."""
+    place = shlex.quote(str(run_dir))
+    if status["started_by"] == "torchrun":
+        return f"the same torchrun command, with output_dir={place} where it does not name {place} already"
+    if status["started_by"] != "hand":
+        return ""
+    try:
+        return "each in its terminal, " + "; ".join(commands_by_hand(read_plan(run_dir), run_dir))
+    except UserError:  # its plan cannot be read: told by itself
+        return f"the commands of its roles, each with {place}"
+
+
+def _how_it_starts(directory: Path, names: list[str]) -> str:
+    """Of points whose job was refused, or has ended before it began with them."""
+    if names == [ALONE]:
+        return f"not started: the same command with output_dir={shlex.quote(str(directory))} submits it again"
+    return f"not started: {some_names(names)}; the sweep's command submits again"
 
 
 def cause_of(run: Path, status: dict[str, Any]) -> str:
@@ -203,18 +237,24 @@ def _row(directory: Path, run: Path) -> tuple[str, ...]:
     name, status = run.relative_to(directory).as_posix(), read_status(run)
     state = true_state(run, status)
     if not status:
-        return (name, state, *[""] * (len(HEADER) - 3), cause_of(run, status))
+        return (name, state, *[""] * (len(HEADER) - 3), _short(directory, cause_of(run, status)))
     why = cause_of(run, status)
     alarms, lost = ", ".join(alarm["kind"] for alarm in status["alarms"]), ", ".join(status["lost_engines"])
     more = [f"alarms: {alarms}"] * bool(alarms) + [f"engines left out: {lost}"] * bool(lost)
-    why = why or "; ".join(more)
-    why = why if len(why) <= WHY_WIDTH else f"{why[: WHY_WIDTH - 1]}…"  # the run's own view has all of it
+    more += [why_lost(run)] * (state == "lost")
+    why = _short(directory, why or "; ".join(more))
     step = f"{status['step']}/{status['max_steps']}"
     last = last_rows(run)
     reward = last.get("eval/reward", last.get("reward", last.get("val_loss", last.get("loss"))))
     figures = tuple(_figure(value) for value in (reward, last.get("tokens_per_s")))
     where = (read_attempts(run) or [{}])[-1].get("node", "")
     return (name, state, step, *figures, where, str(status["attempt"]), f"{_ago(status)} ago", why)
+
+
+def _short(directory: Path, why: str) -> str:
+    """The same, cut: the run's own view has all of it."""
+    why = within(directory, why)
+    return why if len(why) <= WHY_WIDTH else f"{why[: WHY_WIDTH - 1]}…"
 
 
 def _figure(value: Any) -> str:

@@ -8,6 +8,7 @@ from aiohttp import web
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.engines import EnginePool
 from prl.runtime.process.keys import RunKeys
+from prl.transport.answers import encode_answer
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(256,))
 
@@ -28,6 +29,7 @@ class FakeEngine:
         self.missing = 0  # times that weights are not to be had
         self.stuck_at = ""  # a control route that fails, but not before `stuck` is set
         self.stuck = asyncio.Event()
+        self.framed = False  # whether `choice` has arrays
         self.lost = set()  # routes whose next answer is lost: the connection closes when all has been done
         self.metrics = "nothing yet"  # what it answers; None: 503
 
@@ -81,7 +83,8 @@ class FakeEngine:
             "routed_experts": None,
             "weight_versions": [{"version": "3", "start": 0, "end": 2}],
         }
-        return web.json_response({"choices": [choice | self.choice]})
+        answer = {"choices": [choice | self.choice]}
+        return web.Response(body=bytes(encode_answer(answer))) if self.framed else web.json_response(answer)
 
     async def load(self, request):
         return web.json_response({"server_load": len(self.held)})

@@ -27,6 +27,7 @@ from prl.inference.sequences import Sequence
 from prl.planning.planner import make_plan
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.runtime.process.keys import RunKeys
+from prl.transport.answers import decode_answer
 
 TOKEN, CONTROL = "run-token", "control-token"
 ITS_OWN = "the key that the route wants"
@@ -88,6 +89,8 @@ class HttpClient:
             status, text = error.code, error.read()
         try:
             return Reply(status, json.loads(text))
+        except UnicodeDecodeError:  # no text at all
+            return Reply(status, decode_answer(text))
         except ValueError:
             return Reply(status, text.decode())
 

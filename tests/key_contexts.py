@@ -44,6 +44,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.card.cp_styles": ("rl", ("parallelism=cp2", "parallelism.cp_style=ulysses")),
     "model.card.ac_targets": ("rl", ("memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[moe]")),
     "model.router_bias_update_rate": ("sft", ()),
+    "model.indexer_loss_coef": ("sft", ("model=tiny_glm_moe_dsa",)),
     "memory_recipe.ac.freq": ("rl", ("memory_recipe.ac.mode=full",)),
     "memory_recipe.ac.targets": ("rl", ("memory_recipe.ac.mode=selective",)),
     "memory_recipe.ac_offloading.max_": ("rl", ("memory_recipe.ac_offloading.enabled=true",)),

@@ -138,6 +138,7 @@ MEASURED = {
     "model.impl": "test_keys_records.py::test_impl_and_family_choose_whose_code_runs",
     "model.name": "test_keys_trainer.py::test_the_initial_weights_are_called_after_the_model",
     "model.path": "test_models.py::test_the_model_path_is_resolved",
+    "model.indexer_loss_coef": "test_families_parallel.py::test_indexers_come_closer_to_the_attention",
     "model.router_bias_update_rate": "test_keys_trainer.py::test_router_bias_moves_at_its_rate",
     "model.tokenizer": "test_keys_records.py::test_tokenizers_are_where_told",
     "name": "test_keys_records.py::test_a_run_is_called_by_its_name_and_says_what_it_is_told_to",

@@ -77,7 +77,7 @@ def main() -> None:
             verdict = "named" if PLANTED[name][2] in found else "MISSED"
             print(f"{name:<28} {PLANTED[name][2]:<20} {verdict:<7} {found}", flush=True)
     else:
-        for seed in range(int(sys.argv[3]), int(sys.argv[4])):
+        for seed in range(int(sys.argv[3]), int(sys.argv[4]) + 1):
             quiet = ["logging.wandb.mode=disabled", "ckpt.export_hf=false", f"seed={seed}", f"output_dir={out}/{seed}"]
             done = run(quiet, out, timeout_s=1000)
             print(f"seed {seed}: exit {done.code}, alarms {alarms_of(out / str(seed))}", flush=True)

@@ -176,7 +176,7 @@ def metrics(run: Path, role: str) -> list[dict[str, Any]]:
 
 def probe(snapshot: Path, scale: str) -> int:
     """Read the checkpoint as a trainer does, in float32, and compare every tensor with the files'."""
-    from prl.models.checkpoints.config_json import check_card
+    from prl.config.config_json import check_card
     from prl.models.checkpoints.reading import load_model, read_tensors
     from prl.models.checkpoints.writing import hf_tensors
 

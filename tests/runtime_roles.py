@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -103,6 +104,8 @@ def play(ctx: ChildContext, acts: dict) -> None:
     if acts.get("print_boot"):
         held = [key for key in dataclasses.astuple(ctx.keys) if key]
         print(f"BOOT {ctx.shared_memory} {','.join(held)}", flush=True)
+    if acts.get("print_model"):
+        print(f"MODEL {ctx.init_model_path}", flush=True)
     if acts.get("print_environment"):
         print("ENV", json.dumps(dict(os.environ)), flush=True)
     if "user_error" in acts:
@@ -119,8 +122,8 @@ def play(ctx: ChildContext, acts: dict) -> None:
     if name := acts.get("segment_beside"):  # as vLLM's queues: what tracks it is killed with the rest
         mapped = [SharedMemory(name), SharedMemory(create=True, size=4096)]
         resource_tracker.unregister(f"/{name}", "shared_memory")  # it is another's: our tracker is not to unlink it
-        (ctx.run_dir / "segment").write_text(mapped[1].name)
-        MAPPED.extend(mapped)
+        MAPPED.extend([*mapped, semaphore := multiprocessing.get_context("spawn").Semaphore()])
+        (ctx.run_dir / "segment").write_text(f"{mapped[1].name} sem.{semaphore._semlock.name[1:]}")  # type: ignore[attr-defined]
     if acts.get("grandchild"):
         keep_grandchild(ctx, {})
     if acts.get("unmarked_grandchild"):  # as after setproctitle: the environment says nothing

@@ -21,7 +21,8 @@ from prl.planning.run_plan import RunPlan
 from prl.runtime import by_hand
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import read_status
-from prl.runtime.nodes.seats import seats_by_hand, seats_of_ranks
+from prl.runtime.nodes.seats import seats_by_hand, seats_of_ranks, starter_of
+from prl.status import render
 
 SCRIPTED = str(TESTS / "scripted_terminal.py")
 MANY = "max_steps=1000"
@@ -82,6 +83,24 @@ def test_a_killed_terminal_ends_the_others_and_is_named(opened: Terminals, tmp_p
     assert read_status(point)["failure"]["class"] == "node"
 
 
+def test_who_comes_to_a_run_that_has_begun_is_told_so(opened: Terminals, tmp_path: Path) -> None:
+    point = frozen(tmp_path, MANY)
+    early = opened.open(SCRIPTED, "trainer", str(point))
+    wait_for(lambda: "waiting for" in opened.says(early), 60)
+    opened.processes[early].send_signal(signal.SIGINT)
+    assert opened.code(early) == 130
+    assert "trainer/0: stopped before the run began" in opened.says(early)
+    root = open_all(opened, point)[2]
+    await_running(point)
+    for kind in ("trainer", "inference"):
+        late = opened.open(SCRIPTED, kind, str(point))
+        assert opened.code(late) == 2
+        assert f"{kind} has somebody already" in opened.says(late)
+        assert "waiting for" not in opened.says(late)
+    opened.processes[root].send_signal(signal.SIGINT)
+    assert opened.code(root) == 130
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_ctrl_c_in_any_terminal_stops_all_in_order(opened: Terminals, tmp_path: Path, which: int) -> None:
@@ -94,6 +113,25 @@ def test_ctrl_c_in_any_terminal_stops_all_in_order(opened: Terminals, tmp_path: 
     codes = [opened.code(each) for each in opened_ones[:2]]
     assert codes == [130 if number == which else 143 for number in range(2)]
     assert "stopping: saving a checkpoint" in opened.says(opened_ones[2])
+
+
+def test_a_role_that_waits_in_vain_names_the_command_that_leads(opened: Terminals, tmp_path: Path) -> None:
+    point = frozen(tmp_path, "deployment.start_timeout_s=1")
+    trainer = opened.open(SCRIPTED, "trainer", str(point))
+    assert opened.code(trainer) == 2
+    assert f"start it, too: python -m prl.orchestrator {point}" in opened.says(trainer)
+
+
+def test_the_status_of_roles_by_hand_names_their_commands(opened: Terminals, tmp_path: Path) -> None:
+    point = frozen(tmp_path / "two words", "deployment.start_timeout_s=1")
+    root = opened.open(SCRIPTED, "orchestrator", str(point))
+    assert opened.code(root) == 1
+    said = render(point)[0].splitlines()[-1]
+    ways = "; ".join(f"python -m prl.{kind} '{point}'" for kind in ("orchestrator", "trainer", "inference"))
+    assert said == f"to go on: each in its terminal, {ways}"
+    starter = starter_of(seats_of_ranks(plan_of("deployment.num_train_gpus=2")))
+    (point / "status.json").write_text(json.dumps(read_status(point) | {"started_by": starter}))
+    assert "to go on: the same torchrun command" in render(point)[0]
 
 
 @pytest.mark.slow
@@ -112,6 +150,14 @@ def test_who_has_not_come_in_time_is_named_with_the_command(opened: Terminals, t
     assert opened.code(root) == 1
     said = f"waiting for python -m prl.inference {point}, python -m prl.trainer {point}: they did not join within"
     assert said in opened.says(root)
+
+
+def test_a_trainer_that_others_count_as_a_rank_says_what_it_is(opened: Terminals, tmp_path: Path) -> None:
+    point = frozen(tmp_path, config="inference")
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    trainer = opened.open("-m", "prl.trainer", str(point), **ranks)
+    assert opened.code(trainer) == 2, "it has no trainer"
+    assert "so this is the whole trainer of its node, not one rank of a run" in opened.says(trainer)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +205,7 @@ def test_a_terminal_may_see_its_own_gpus_alone(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what is set below is taken back
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(by_hand, "visible_gpus", lambda: seen)
+    monkeypatch.setattr(by_hand, "no_usable_gpus", lambda plan: None)
     by_hand.place_devices(plan, trainer)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == trainers_see
     monkeypatch.setattr(by_hand, "visible_gpus", lambda: ["x"])

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import SMALL, run
+from runs import SMALL, environment, run
 
 from prl.compare.figure import make_curves_of_groups, mean_line
 from prl.compare.points import read_directory
 from prl.compare.ranking import Comparison, compare
-from prl.compare.table import render_text
+from prl.compare.table import group_table, render_text
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.metrics.writer import MetricsWriter
@@ -382,3 +382,45 @@ def test_a_real_sweep_of_two_seeds(tmp_path: Path) -> None:
     shown = command("outputs/sweeps/pair", "--at", "tokens", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "pair: 2 points (2 done)" in shown.stdout
+
+
+@pytest.mark.parametrize("size", [0, 50])
+def test_a_point_whose_metrics_were_cut_is_named_and_drags_nobody_down(tmp_path: Path, size: int) -> None:
+    for name in ("a", "b", "c"):
+        make_point(tmp_path / name, [0.0, 0.5, 0.6], state="done", seed=ord(name))
+    whole = compared(tmp_path).budget
+    metrics = tmp_path / "a/metrics/trainer.0.jsonl"
+    status = json.loads((tmp_path / "a/status.json").read_text())
+    assert status["step"] > 0
+    with metrics.open("r+b") as file:
+        file.truncate(size)
+    result = compared(tmp_path)
+    assert result.budget == whole
+    (cut,) = [point for point in result.points if point.name == "a"]
+    assert cut.state == "unreadable"
+    assert f"ends at step 0, and status.json says that step {status['step']} was reached" in cut.why
+
+
+def test_a_table_may_go_to_the_console(tmp_path: Path) -> None:
+    make_point(tmp_path / "s" / "one", [0.0, 0.5], seed=1)
+    words = [sys.executable, "-m", "prl.compare", "s", "--csv", "-"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("one,")]
+    assert row.split(",")[2:4] == ["1", "done"]
+    assert not (tmp_path / "-").exists()
+
+
+def test_runs_that_repeat_a_seed_count_once(tmp_path: Path) -> None:
+    """The same two seeds from two sweeps say no more of how far seeds differ than from one."""
+    for name in ("one", "other"):
+        for seed, reward in ((1, 0.2), (2, 0.6)):
+            make_point(tmp_path / name / f"seed-{seed}", [0.0, reward + (name == "other") / 10], seed=seed)
+    once = compare("once", read_directory(tmp_path / "one"), "steps").groups[0]
+    result = compare("twice", read_directory(tmp_path), "steps")
+    (twice,) = result.groups
+    assert sorted(twice.values) == pytest.approx([0.25, 0.65])
+    assert twice.half_width == pytest.approx(once.half_width)
+    assert any("repeat a seed of their group (1, 2) count once" in note for note in result.notes)
+    table = group_table(result)
+    assert table.rows[0][table.headings.index("seeds")].text == "2"

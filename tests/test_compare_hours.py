@@ -19,11 +19,13 @@ from test_compare_wandb import Api, MirroredRun
 from prl.compare.hours import PaidHours
 from prl.compare.phases import phase_table
 from prl.compare.points import Point, read_directory
+from prl.compare.ranking import compare
 from prl.compare.table import Table, group_table, point_table
+from prl.compare.targets import read_targets
 from prl.compare.wandb_source import read_group
 from prl.planning.run_plan import plan_from_json
 from prl.runtime.directory.claims import Claim
-from prl.runtime.directory.hours import summarise
+from prl.runtime.directory.hours import Hours, read_hours, summarise
 from prl.runtime.warm_cache import warm_start_dir
 
 T0 = 1_800_000_000.0  # Unix seconds, in the future: nothing that the tests' own files tell is later
@@ -82,7 +84,25 @@ def test_a_killed_attempt_is_counted_to_its_last_sign_of_life(tmp_path: Path) ->
         assert paid(point).at_least
     result = compared(tmp_path)
     assert cell(point_table(result), "paid GPU hours") == "≥ 0.194"
-    assert cell(phase_table(result), "ended") == "killed"
+    table = phase_table(result)
+    assert (cell(table, "ended"), cell(table, "paid GPU hours")) == ("killed", "≥ 0.194")
+
+
+def test_an_attempt_that_is_killed_at_its_end_was_longer_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    point_with(path, record(1, T0, over=False, start=100.0, steps=200.0, end=5.0), state="failed")
+    status = json.loads((path / "status.json").read_text()) | {"updated": T0 + 330, "attempt": 1}
+    (path / "status.json").write_text(json.dumps(status))
+    (point,) = read_directory(tmp_path)
+    assert paid(point).attempts[0].seconds == {"start": 100.0, "steps": 200.0, "end": 30.0}
+
+
+def test_a_phase_too_short_for_the_record_is_not_in_it(tmp_path: Path) -> None:
+    hours = Hours(tmp_path, 1, lambda: True)
+    hours.begin(1)
+    hours.phases.totals["checkpoints"] = 0.0004
+    hours.enter("steps")
+    assert "checkpoints" not in read_hours(tmp_path, 1)[0].seconds
 
 
 def test_requeued_twice_each_attempt_counts_and_the_queue_does_not(tmp_path: Path) -> None:
@@ -146,13 +166,34 @@ def test_files_hold_all_of_it(tmp_path: Path) -> None:
     assert "<h2>Phases</h2>" in (tmp_path / "o.html").read_text()
 
 
-def test_a_wandb_group_tells_the_same(tmp_path: Path) -> None:
-    point_with(tmp_path / "a", record(1, T0, start=60.0, steps=240.0), record(2, T0 + 999, devices=4, steps=100.0))
+def test_a_wandb_group_tells_as_much_as_was_known_before_the_end(tmp_path: Path) -> None:
+    point_with(tmp_path / "a", record(1, T0, start=60.0, steps=240.0), record(2, T0 + 999, steps=100.0))
     mirrored = MirroredRun(tmp_path / "a")
     mirrored.summary = summarise(tmp_path / "a")  # type: ignore[attr-defined]
     (theirs,), (ours,) = read_group("team/prl/rl", Api([mirrored])), read_directory(tmp_path)
     assert theirs.figures["paid_gpu_hours"] == pytest.approx(ours.figures["paid_gpu_hours"])
     assert paid(theirs).attempts[0].seconds == {"start": 60.0, "steps": 340.0}
+    assert "in_steps" in ours.figures
+    assert "in_steps" not in theirs.figures, "the end of the run is not in it"
+    result = compare("wandb", [theirs], "steps")
+    assert cell(point_table(result), "paid GPU hours") == "≥ 0.222"
+    table = phase_table(result)
+    assert (cell(table, "ended"), cell(table, "devices")) == ("not told", "2")
+
+
+@pytest.mark.slow
+def test_wandbs_copy_of_a_run_has_all_of_its_phases_but_the_end(tmp_path: Path) -> None:
+    args = ["logging.wandb.mode=offline", "max_steps=3", "seq_len=64", "sft.batch_size=2", "ckpt.export_hf=false"]
+    process = start([*args, f"output_dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"], tmp_path, "prl.sft")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    ((ours,), _), ((theirs,), _) = read_targets([str(tmp_path / "run")]), read_targets([str(tmp_path / "run/wandb")])
+    whole, copy = paid(ours).attempts[0].seconds, paid(theirs).attempts[0].seconds
+    assert whole.keys() - {"end"} == copy.keys() - {"end"}
+    assert all(copy[phase] == pytest.approx(whole[phase], abs=0.02) for phase in whole if phase != "end")
+    assert paid(theirs).attempts[0].devices == 1
+    assert paid(theirs).at_least
+    assert theirs.figures["paid_gpu_hours"] <= ours.figures["paid_gpu_hours"]
 
 
 # --- two points that need the same warm start -------------------------------------------------------------------------

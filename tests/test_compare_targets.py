@@ -99,8 +99,8 @@ def test_a_file_that_ends_within_a_record_gives_what_is_whole(sweep, tmp_path):
 
 def test_local_and_remote_points_are_one_comparison_and_a_run_counts_once(sweep, tmp_path, monkeypatch):
     api = Api([mirrored(path) for path in sweep[1:]])
-    monkeypatch.setattr(wandb_source, "has_key", lambda: True)
-    monkeypatch.setattr(wandb_source, "connect", lambda: api)
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setattr(wandb_source, "connect", lambda target: api)
     here = tmp_path / "here"
     here.mkdir()
     for path in sweep[:2]:

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from test_compare import make_point
+from wandb.errors import AuthenticationError, CommError
 
+from prl.compare.__main__ import main
 from prl.compare.points import read_directory
 from prl.compare.ranking import compare
+from prl.compare.targets import read_targets
 from prl.compare.wandb_source import read_group
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
@@ -95,3 +99,42 @@ def test_runs_that_have_not_finished_are_shown_and_not_ranked(tmp_path: Path) ->
 def test_mistakes(tmp_path: Path, target: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         read_group(target, Api([]))
+
+
+REFUSALS = [
+    AuthenticationError("Failed to verify credentials\nand more"),
+    CommError("busy"),
+    requests.ConnectionError("no network"),
+    RuntimeError("whatever its service process says"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("when", ["connect", "runs", "scan_history"])
+def test_a_wandb_that_refuses_or_is_away_is_told_without_a_traceback(
+    tmp_path, monkeypatch, capsys, error, when
+) -> None:
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise error
+
+    api = Api([MirroredRun(make_sweep(tmp_path)[0])])
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr("wandb.Api", refuse if when == "connect" else lambda: api)
+    monkeypatch.setattr(MirroredRun if when == "scan_history" else Api, when, refuse, raising=False)
+    monkeypatch.setattr("sys.argv", ["prl.compare", "team/prl/rl"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert said.startswith(f"wandb could not be asked for team/prl/rl: {str(error).splitlines()[0]}\n")
+    assert "wandb login" in said
+    assert "Traceback" not in said
+
+
+def test_a_netrc_that_cannot_be_read_holds_no_key(tmp_path, monkeypatch) -> None:
+    (tmp_path / ".netrc").write_bytes(b"\xff machine")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for home in (tmp_path, tmp_path / ".netrc"):  # bytes that are no text; a home that is a file
+        monkeypatch.setenv("HOME", str(home))
+        with pytest.raises(UserError, match="wandb cannot be asked for a group of that name"):
+            read_targets(["team/prl/rl"])

@@ -156,6 +156,15 @@ def test_completion(tmp_path: Path, line: str, offered: str) -> None:
     assert done.stdout.strip() == offered, done.stderr
 
 
+@pytest.mark.parametrize("option", ["--config-dir own", "--config-dir=own", "-cd own"])
+def test_completion_sees_directories_of_ones_own(tmp_path: Path, option: str) -> None:
+    (tmp_path / "own/overlay").mkdir(parents=True)
+    (tmp_path / "own/overlay/mine.yaml").write_text("seed: 1\n")
+    line = {"COMP_LINE": f"prl rl {option} seed=1 +overlay="}
+    done = run(tmp_path, "-m", "prl.cli", "-sc", "query=bash", env=line)
+    assert done.stdout.strip() == "+overlay=mine", done.stderr
+
+
 def test_prl_rl_is_python_m_prl_rl(tmp_path: Path) -> None:
     args = ["--cfg", "job", "memory=tight"]
     assert run(tmp_path, "-m", "prl.cli", "rl", *args).stdout == run(tmp_path, "-m", "prl.rl", *args).stdout != ""

@@ -124,6 +124,19 @@ RULES = {
     "sdpa in a ring": (["model.attn=sdpa", "parallelism=cp2_ring"], "model.attn=auto"),
     "hf and fp8": (["model.impl=hf", "model.fp8=emulated"], "model.fp8=none"),
     "hf and routing": (["model.impl=hf", "inference.return_routed_experts=true"], "return_routed_experts=false"),
+    "a card that claims a ring for states": (
+        ["model=tiny_nemotron_h", "model.card.cp_styles=[ring]", "parallelism=cp2_ring"],
+        "model.card.cp_styles=[ulysses]",
+    ),
+    "a card that claims a target": (
+        ["model.card.ac_targets=[norm,mlp]"],
+        "model.card.ac_targets=[norm,act,attn_proj,moe]",
+    ),
+    "indexers of dense attention": (["model.indexer_loss_coef=0.1"], "model.indexer_loss_coef=0"),
+    "indexers beside adapters": (
+        ["model=tiny_glm_moe_dsa", "memory=lora", "memory_recipe.lora.targets=[o_proj]", "model.indexer_loss_coef=0.1"],
+        "model.indexer_loss_coef=0",
+    ),
     "hf and router biases": (["model.impl=hf", "model.router_bias_update_rate=0.1"], "router_bias_update_rate=0"),
     "no code of ours": (["model.impl=custom", "model.card.family=other"], "model.impl=hf"),
     "fixed, with a least limit": (["inference.concurrency.min=4"], "inference.concurrency.mode=adaptive"),

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from prl.models.layers.attention_kernels import varlen_backward, varlen_forward
 from prl.models.layers.packed_attention import packed_attention
+from prl.trainer.context import gather_latents
+from prl.trainer.context.gather_latents import GatheredLatentAttention
 from prl.trainer.context.parallel import ContextGroup, shard_row
-from prl.trainer.context.ring_attention import block_of, zigzag_layout
+from prl.trainer.context.ring_attention import block_of, zigzag_layout, zigzag_positions
 
 CPU = torch.device("cpu")
 PACKINGS = ((7, 20, 1, 3), (1,), (37,), (2, 2, 1, 9), (8, 16))
@@ -293,3 +295,38 @@ def test_gradient_of_a_sum_is_that_of_one_loss(together):
             total = torch.tensor([3.0, -1.0]) * sum(range(1, case.cp + 1))
             torch.testing.assert_close(results[index]["sum"]["total"], total)
             torch.testing.assert_close(results[index]["sum"]["grad"], 2 * (rank % case.cp + 1) * total)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 30], ids=["a head at a time", "all heads at once"])
+def test_gathered_latents_are_expanded_as_written_out(block_bytes, monkeypatch):
+    """Two ranks' queries of two documents, each against what it may see, with all gradients."""
+    monkeypatch.setattr(gather_latents, "BLOCK_BYTES", block_bytes)
+    lengths, heads, still, turned, rank, width = [7, 12], 3, 4, 2, 5, 6
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    inputs = [numbers(sum(lengths), heads, still + turned), numbers(sum(lengths), rank + turned),
+              numbers(heads, still, rank), numbers(heads, width, rank)]  # fmt: skip
+    dout = numbers(sum(lengths), heads, width)
+    q, latents, of_keys, of_values = whole = [t.clone().requires_grad_() for t in inputs]
+    k = torch.cat([torch.einsum("tc,hdc->thd", latents[:, :rank], of_keys),
+                   latents[:, None, rank:].expand(-1, heads, -1)], dim=2)  # fmt: skip
+    v = torch.einsum("tc,hvc->thv", latents[:, :rank], of_values)
+    wanted = packed_attention(lengths, CPU)(0, q, k, v)
+    gradients = torch.autograd.grad(wanted, whole, dout)
+
+    # what ranks would gather, without ranks: the slots of both, one after another
+    places = [zigzag_positions(lengths, ContextGroup(None, r, 2, "gather")) for r in range(2)]
+    monkeypatch.setattr(gather_latents, "gather", lambda own, context: everyone)
+    parts = [t.clone().requires_grad_() for t in inputs]
+    everyone = torch.cat([parts[1][position] for position, _ in places])
+    totals = []
+    for r, (position, valid) in enumerate(places):
+        attend = GatheredLatentAttention(lengths, ContextGroup(None, r, 2, "gather"), CPU)
+        out = attend(0, parts[0][position], everyone, *parts[2:])
+        torch.testing.assert_close(out[valid], wanted[position[valid]])
+        totals.append((out * dout[position] * valid[:, None, None]).sum())
+    for ours, theirs in zip(torch.autograd.grad(sum(totals), parts), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -13,6 +13,7 @@ import pytest
 from runs import Finished, environment, run
 
 from prl.config import compose
+from prl.config.cards import card_to_hf_config
 from prl.config.errors import UserError
 from prl.config.packages import DEEP_EP, DEEP_GEMM, FLASH_ATTENTION_4, PACKAGES, VLLM
 from prl.config.schema import SlurmConfig
@@ -206,7 +207,7 @@ def test_weights_that_are_absent_prevent_a_job_and_a_command_brings_them(
     assert "does not answer" in checkpoint(tmp_path, "owner/name").found
     snapshot = tmp_path / "hub/models--owner--name/snapshots/abc"
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").touch()
+    (snapshot / "config.json").write_text(json.dumps(card_to_hf_config(compose([]).model.card)))
     assert checkpoint(tmp_path, "owner/name").prevents  # its weights are not there yet
     (snapshot / "model.safetensors").touch()
     assert checkpoint(tmp_path, "owner/name").state == "ok"

@@ -455,7 +455,7 @@ async def cannot_be_counted(index, size):
 
 
 async def half(index, size):
-    good = Rollout("", "task", float(index % 2), [Sample([1, 2], [False, True], [0, -1], [-1, 0])], 1, 1, False, 1)
+    good = Rollout("", "task", float(index % 2), [Sample()], 1, 1, False, 1)
     kinds = ["policy", "grader"] if index % 3 else ["timeout", "environment"]
     rollouts = [good if kind == "policy" else FailedRollout(kind, "x") for kind in kinds]
     return Group(index, "ab"[index % 2], size, rollouts)

@@ -87,9 +87,9 @@ def answering(routes: dict[str, tuple[int, object]]):
         server.server_close()
 
 
-def ask(url: str, *overrides: str, run_id: str = "mine") -> list[str]:
-    """What a run that begins says of it. Raises UserError."""
-    said: list[str] = []
+def ask(url: str, *overrides: str, run_id: str = "mine", said: list[str] | None = None) -> list[str]:
+    """What a run that begins says of it, also where it raises UserError."""
+    said = [] if said is None else said
     config = compose([f"inference.urls=[{url}]", ELSEWHERE[1], *overrides])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, KEY)
@@ -117,7 +117,8 @@ def test_an_engine_that_fits_is_taken() -> None:
         ),
         ({}, "is no inference engine", "address of an engine"),
         ({LEASE: (200, {"hello": 1})}, "is no inference engine", "address of an engine"),
-        ({"/workers": (200, [])}, "is a router", "engines behind it"),
+        ({"/workers": (200, {"workers": []})}, "is a router", "engines behind it"),
+        ({path: (200, [1, 2]) for path in (LEASE, "/workers", "/v1/models")}, "is no inference engine", "address of"),
         ({LEASE: (401, {})}, "does not take the control key", f"inference.control_key_var={VARIABLE}"),
         ({LEASE: (200, facts("model=tiny_qwen3"))}, "another model", "same model="),
         ({LEASE: (200, facts("inference.max_model_len=128"))}, "takes 128 tokens", "inference.max_model_len=128"),
@@ -188,9 +189,74 @@ def test_nobody_at_all_is_told_with_the_urls() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        said: list[str] = []
         with pytest.raises(UserError, match="No engine answers") as refused:
-            ask(url)
-    assert url in refused.value.what
+            ask(url, said=said)
+        assert url in refused.value.what
+        assert said == [], "nobody waits for it"
+        with answering({LEASE: (200, facts())}) as other:
+            assert ask(f"{url},{other}") == [f"{url}: no answer; the run takes it in when it comes"]
+
+
+@contextlib.contextmanager
+def saying(first: bytes, then: bytes = b"", times: int = 0):
+    """Who takes connections and says this, and then something every 0.1 s. Yields its URL."""
+    over = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(first)
+            for _ in range(times):
+                if over.wait(0.1):
+                    return
+                connection.sendall(then)
+            if then:
+                over.wait()
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        over.set()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_who_speaks_no_http_is_no_engine() -> None:
+    with saying(b"\xff\xfe hello\r\n\r\n") as url, pytest.raises(UserError, match="is no inference engine") as refused:
+        ask(url)
+    assert "does not speak HTTP" in refused.value.why
+
+
+SLOW = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"x", 10_000
+
+
+def test_an_answer_that_never_ends_is_waited_for_as_long_as_a_start(monkeypatch) -> None:
+    monkeypatch.setattr(external, "ANSWER_S", 0.5)
+    said: list[str] = []
+    with saying(*SLOW) as url, pytest.raises(UserError, match="No engine has answered for 1 s") as refused:
+        ask(url, "deployment.start_timeout_s=1", said=said)
+    assert "takes connections" in refused.value.why
+    assert said == [f"{url}: takes connections, but does not answer yet"]
+
+
+def test_who_stops_a_run_waits_for_no_answer(monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
+    began = time.monotonic()
+    with saying(*SLOW) as url:
+        config = compose([f"inference.urls=[{url}]", ELSEWHERE[1]])
+        check_engines(config, "mine", lambda text: None, lambda: time.monotonic() - began > 0.3)
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_ports_that_there_are_not_are_refused_with_the_configuration(port: int) -> None:
+    with pytest.raises(UserError, match="65535"):
+        compose([f"inference.urls=[http://127.0.0.1:{port}]", ELSEWHERE[1]])
+    assert compose(["inference.urls=[http://127.0.0.1:65535]", ELSEWHERE[1]]).inference.urls
 
 
 def test_an_unset_key_is_told(monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """Every family against transformers: logits, losses and gradients over packed documents, checkpoints there and back."""
 
 import json
+import re
 from typing import get_args
 
 import pytest
@@ -12,21 +13,23 @@ from tiny import END, VOCAB, random_model
 
 from prl.config import compose
 from prl.config.cards import card_to_hf_config, facts_of, not_built
+from prl.config.config_json import check_card
+from prl.config.errors import UserError
 from prl.config.families import FAMILIES
 from prl.config.locate import config_groups
-from prl.config.schema import InferenceConfig
+from prl.config.schema import InferenceConfig, OptimConfig
 from prl.config.schema_model import FamilyName, ModelCard
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
-from prl.models.checkpoints.config_json import check_card
-from prl.models.checkpoints.reading import load_model, load_weights
+from prl.models.checkpoints.reading import load_checkpoint, load_model, load_weights
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.families.build import DECODERS, build_decoder
 from prl.models.layers.documents import attend_documents
 from prl.models.names.decoder import single_mixers
 from prl.planning import make_plan
 from prl.planning.model_size import parameter_count
+from prl.trainer.optim import build_optimizers
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 1, 23)
@@ -232,3 +235,74 @@ def test_the_largest_are_planned_at_131072_tokens(model, infer, train):
     lengths = ["seq_len=131072", "inference.max_model_len=131072", "warm_start=none"]
     plan = make_plan(compose([f"model={model}", *layout, *lengths]))
     assert (plan.num_nodes, len(plan.roles_of("trainer"))) == (infer + train, train * 8)
+
+
+DECIDES = re.compile(
+    r"embed_tokens|lm_head|mlp\.gate$|\.indexer\.|norm|bias|decay|conv1d|\.experts\.(gate_up|up|down)_proj$"
+)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_muon_has_the_matrices_between_hidden_states(name):
+    """And AdamW what decides, what is no matrix, and stacked experts."""
+    model = random_model(family_card(name)).requires_grad_(True)  # indexers, too
+    names = {id(param): name for name, param in model.named_parameters()}
+    muon, adamw = build_optimizers(model, OptimConfig(type="muon", lr=1e-3))
+    sorts = [{names[id(p)] for group in optimizer.param_groups for p in group["params"]} for optimizer in (muon, adamw)]
+    assert sorts[0] == {name for name in names.values() if not DECIDES.search(name.removesuffix(".weight"))}
+    assert sorts[0] | sorts[1] == set(names.values())
+    assert sum(p.numel() for group in muon.param_groups for p in group["params"]) > 0
+
+
+def test_what_old_files_have_besides_is_passed_over_and_what_does_not_fit_is_told(tmp_path):
+    """Rotary frequencies, which are computed; an expert too many; a layer behind the last that is none of MTP's."""
+    card = family_card("deepseek_v3")
+    tensors = dict(hf_tensors(random_model(card)))
+    old = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    load_weights(random_model(card, seed=1), old.items())
+    many = tensors | {"model.layers.1.mlp.experts.8.up_proj.weight": torch.zeros(16, 32)}
+    with pytest.raises(ValueError, match=r"experts\.8\.up_proj\.weight has no place"):
+        load_weights(random_model(card), many.items())
+    shorter = family_card("deepseek_v3", num_hidden_layers=2)
+    with pytest.raises(ValueError, match="layer 2 is behind the last of 2"):
+        load_weights(random_model(shorter), tensors.items())
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+OLD_LINEAR = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("said", "scaling"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
+        ({"rope_parameters": LINEAR | {"rope_theta": 5e5}}, None),
+        ({"rope_parameters": LINEAR, "rope_theta": 5e5}, 2.0),
+    ],
+    ids=["scaled in one", "theta in one", "the same"],
+)
+def test_rotary_embeddings_that_are_said_twice(said, scaling):
+    config = {
+        key: value for key, value in card_to_hf_config(family_card("llama")).items() if not key.startswith("rope")
+    }
+    if scaling is None:
+        with pytest.raises(UserError, match="two things of rotary embeddings"):
+            facts_of(config | said | OLD_LINEAR)
+    else:
+        facts = facts_of(config | said | OLD_LINEAR)
+        assert (facts["rope_scaling"].factor, facts["rope_theta"]) == (scaling, 5e5)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
+def test_empty_tensors_of_shared_experts_that_are_none_are_passed_over(name, tmp_path):
+    """As transformers saves n_shared_experts=0."""
+    card = family_card(name, n_shared_experts=0)
+    save_checkpoint(hf_tensors(random_model(card)), tmp_path / "ours", card)
+    lm = reference(tmp_path / "ours")
+    lm.save_pretrained(tmp_path / "theirs")
+    empty = [tensor for tensor in load_file(tmp_path / "theirs/model.safetensors").values() if not tensor.numel()]
+    assert len(empty) == 3 * len(card.sparse_layers)
+    again = load_model(tmp_path / "theirs", card, torch.float32, CPU)
+    torch.testing.assert_close(logits_of(again), reference_logits(lm, DOCUMENTS), rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match=r"shared_experts.* has shape"):  # they are no weights of any
+        load_checkpoint(build_decoder(card.model_copy(update={"n_shared_experts": 1})), tmp_path / "theirs")

@@ -2,12 +2,15 @@
 plain process does.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from families import family_card
 from test_parallel_equality import LORA, assert_equal, run_worlds
 from tiny import random_model
+from torch.distributed.checkpoint import FileSystemReader
 from trainer_ranks import Job, build_policy, job_mesh, run_job, train_step
 
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
@@ -42,9 +45,14 @@ SPARSE = DENSE | {
 }
 LATENT_LORA = ["memory=lora", "memory_recipe.lora.targets=[q_b_proj,kv_b_proj,o_proj,experts]",
                "memory_recipe.lora.alpha=32"]  # fmt: skip
-LATENT = SPARSE | {"lora": ("ep2_cp2", [*LATENT_LORA, *FOUR])}
+GATHER = "parallelism.cp_style=gather"
+LATENT = SPARSE | {
+    "lora": ("ep2_cp2", [*LATENT_LORA, *FOUR, GATHER]),
+    "cp2_gather": ("cp2", [GATHER, "memory=selective", OFFLOAD]),
+    "cp3_gather": ("cp2", [GATHER, "parallelism.cp=3", "deployment.num_train_gpus=3", "seq_len=768"]),
+}
 # keys are gathered, whatever cp_style is said: there is no other way
-GATHERED = {case: job for case, job in LATENT.items() if case != "cp2_ring"} | {
+GATHERED = {case: job for case, job in LATENT.items() if not case.startswith(("cp2_", "cp3_"))} | {
     "ep2": ("ep2", ["memory=selective", "memory_recipe.optim_cpu_offload=full"]),  # of which indexers are no part
 }
 STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,q_proj,up_proj,experts]",
@@ -61,11 +69,17 @@ def cases(name):
     return LATENT if card.kv_lora_rank else SPARSE if card.num_experts else DENSE
 
 
+INDEXERS = ["model.indexer_loss_coef=0.5"]  # of one family, whose layers share choices
+LEARNING = {
+    "fsdp": ("fsdp", ["memory=tight", *INDEXERS]),
+    "ep2_cp2": ("ep2_cp2", ["memory=selective", *FOUR, *INDEXERS]),
+}
+SHARING = "glm_moe_dsa shared choices"
 JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
 
 
 def adapters(name):
-    return [line for line in cases(name)["lora"][1] if line not in FOUR]
+    return [line for line in cases(name)["lora"][1] if line not in (*FOUR, GATHER)]
 
 
 def make_job(root, name, layout, overrides):
@@ -88,6 +102,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(root, tmp_path_factory):
     jobs = {key: make_job(root, key[0], *job) for key, job in JOBS.items()}
+    jobs |= {("learning", case): make_job(root, SHARING, *job) for case, job in LEARNING.items()}
     return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
 
 
@@ -107,6 +122,31 @@ def test_three_steps_equal_one_process(results, alone, name, case):
     assert_equal(results[name, case], (lora if case == "lora" else plain)[name])
 
 
+@pytest.mark.parametrize("case", LEARNING)
+def test_indexers_learn_as_in_one_process(results, alone, root, case):
+    assert_equal(results["learning", case], run_job(make_job(root, SHARING, "single", INDEXERS)))
+
+
+def test_what_indexers_learn_changes_nothing_else(alone, root):
+    """In the step in which they learn it; later they choose other keys."""
+    learned, frozen = (
+        run_job(replace(job, steps=1, optim={**job.optim, "max_grad_norm": 1e9}))["weights"]
+        for job in (make_job(root, SHARING, "single", overrides) for overrides in (INDEXERS, []))
+    )
+    moved = {name for name, weight in learned.items() if not torch.equal(weight, frozen[name])}
+    assert moved == {name for name in frozen if "indexer" in name}
+
+
+def test_indexers_come_closer_to_the_attention(alone, root):
+    job = make_job(root, SHARING, "single", ["model.indexer_loss_coef=10"])
+    policy = build_policy(job, build_world(job_mesh(job), torch.device("cpu")))
+    divergences = []
+    for _ in range(12):
+        train_step(policy, 1)
+        divergences.append(policy.figures["indexer_kl"])
+    assert 0 < divergences[-1] < 0.5 * divergences[0]
+
+
 def test_decays_compute_in_float32_beside_weights_in_bfloat16(root, alone):
     job = make_job(root, "nemotron_h", "single", ["model.dtype=bfloat16", "memory=balanced"])
     policy = build_policy(job, build_world(job_mesh(job), torch.device("cpu")))
@@ -118,3 +158,17 @@ def test_decays_compute_in_float32_beside_weights_in_bfloat16(root, alone):
     assert seen == {(torch.float32, torch.bfloat16)}
     assert loss > 0
     assert norm > 0
+
+
+def test_frozen_indexers_are_in_no_checkpoint_and_training_goes_on_without(alone, root, tmp_path):
+    plain, _ = alone
+    name = SHARING
+    job = make_job(root, name, "single", [])
+    run_job(replace(job, steps=2, save=str(tmp_path)))
+    (trainer,) = tmp_path.rglob("trainer")
+    saved = FileSystemReader(str(trainer)).read_metadata().state_dict_metadata
+    assert saved
+    assert not any("indexer" in key for key in saved)
+    rest = run_job(replace(job, steps=1, start=2, load=str(trainer.parent)))
+    assert rest["history"][-1] == plain[name]["history"][-1]
+    assert all(torch.equal(rest["weights"][key], weight) for key, weight in plain[name]["weights"].items())

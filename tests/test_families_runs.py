@@ -14,6 +14,7 @@ JOBS = {
     "tiny_minimax_m2": "parallelism=ep2_cp2",
     "tiny_deepseek_v3": "parallelism=ep2_cp2",
     "tiny_glm4_moe_lite": "parallelism=ep2_cp2",
+    "tiny_deepseek_v32": "parallelism=ep2_cp2",
     "tiny_glm_moe_dsa": "parallelism=ep2_cp2",
     "tiny_nemotron_h": "parallelism=ep2_cp2",
 }

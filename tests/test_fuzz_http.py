@@ -33,6 +33,7 @@ from prl.inference.router.proxy import CONTROL_ROUTES, Router
 from prl.inference.server import build_app
 from prl.orchestrator.server import make_app, start_server
 from prl.runtime.external import LEASE, RUN_HEADER
+from prl.transport.frames import Message
 from prl.watch.server import VIEWS
 from prl.watch.server import make_app as make_page
 from prl.watch.server import serve as serve_page
@@ -283,9 +284,9 @@ class Service:
     def __init__(self) -> None:
         self.failed: list[Exception] = []
 
-    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> bytes | None:
+    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> Message | None:
         assert all(type(number) is int and number >= 0 for number in (step, data_rank, publications))
-        return b"batch"
+        return Message([memoryview(b"batch")])
 
     async def weights_published(self, publication: int, version: int, update_info: dict[str, object]) -> None:
         assert type(publication) is type(version) is int

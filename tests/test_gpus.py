@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from prl.bench import launch as bench
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
+from prl.models.device import pick_device
 from prl.planning import make_plan
 from prl.planning.render import render_plan
 from prl.planning.sharing import devices_taking_turns
+from prl.runtime import by_hand, launch
+from prl.runtime.directory.rundir import claim
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.nodes.job_nodes import KEY
 from prl.runtime.process import environment, gpus
 
 MISSION = ["parallelism=ep8_cp2", "memory=tight"]
@@ -112,9 +119,27 @@ def test_each_kind_of_role_takes_the_devices_that_are_named_for_it():
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [
-        (["deployment.infer_gpu_ids=[0,1]"], "deployment.infer_gpu_ids=null"),
+        (["deployment.infer_gpu_ids=[0,1]"], "deployment.num_infer_gpus=2"),
+        (["deployment.num_infer_gpus=3", "deployment.infer_gpu_ids=[3,4]"], "deployment.num_infer_gpus=2"),
+        (["deployment.train_gpu_ids=[3,4]"], "deployment.num_train_gpus=2"),
+        (["parallelism=ep2", "deployment.train_gpu_ids=[0,1,2]"], "deployment.train_gpu_ids=null"),  # no such mesh
+        (["deployment=colocated", "deployment.infer_gpu_ids=[0,1]"], "deployment.infer_gpu_ids=null"),  # one rank
+        (["deployment.infer_gpu_ids=[0,1,2,3,4,5,6,7]"], "deployment.infer_gpu_ids=null"),  # none left to train on
+        (
+            ["inference=vllm", "deployment.num_infer_gpus=2", "inference.tp=2", "deployment.infer_gpu_ids=[0,1,2]"],
+            "deployment.infer_gpu_ids=null",
+        ),
         (["parallelism=ep2", "deployment.train_gpu_ids=[1,1]"], "deployment.train_gpu_ids=null"),
         (["deployment.infer_gpu_ids=[1]", "deployment.train_gpu_ids=[1]"], "deployment.train_gpu_ids=null"),
+        (
+            [
+                "parallelism=ep2",
+                "deployment.num_infer_gpus=2",
+                "deployment.infer_gpu_ids=[3,1]",
+                "deployment.train_gpu_ids=[3,7]",
+            ],
+            "deployment.train_gpu_ids=null",
+        ),  # in part the same, so no turns either
         (["deployment=colocated", "deployment.infer_gpu_ids=[1]"], "deployment.infer_gpu_ids=null"),
         ([*MISSION, "deployment.device=cuda", "deployment.infer_gpu_ids=[1]"], "deployment.infer_gpu_ids=null"),
         (["deployment=multi_node", "deployment.train_gpu_ids=[0]"], "deployment.train_gpu_ids=null"),
@@ -125,7 +150,45 @@ def test_devices_that_cannot_be_are_refused(overrides, remedy):
         compose(overrides)
     (violation,) = refused.value.violations
     assert violation.fix.startswith(remedy)
-    compose([*overrides, remedy])
+    assert (remedy,) in violation.remedies
+    for words in violation.remedies:
+        compose([*overrides, *words])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["deployment.infer_gpu_ids=[9]"], "deployment.infer_gpu_ids names device 9, and a node has 8."),
+        (["parallelism=ep2", "deployment.train_gpu_ids=[8,11]"],
+         "deployment.train_gpu_ids names devices 8, 11, and a node has 8."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_a_device_that_no_node_has_is_refused_with_its_key(overrides, named, device):
+    overrides = [*overrides, f"deployment.device={device}"]
+    with pytest.raises(ConfigError) as refused:
+        compose(overrides)
+    (violation,) = refused.value.violations
+    assert violation.what == named
+    assert "the last is 7" in violation.why
+    assert len(violation.remedies) == 2
+    for remedy in violation.remedies:
+        compose([*overrides, *remedy])
+    compose([*overrides, "deployment.device=cpu"])  # slots are as many as one likes
+
+
+def test_a_machine_without_a_device_that_is_named_says_so(machine):
+    machine(2)
+    named = ["deployment.infer_gpu_ids=[5]", "deployment.device=cuda"]
+    with pytest.raises(UserError) as refused:
+        gpus.refuse_too_few_gpus(plan(*named))
+    assert "deployment.infer_gpu_ids=[5]" in refused.value.where
+    assert refused.value.fix.startswith("deployment.infer_gpu_ids=null; ")
+    gpus.refuse_too_few_gpus(plan(*named, "deployment.infer_gpu_ids=null"))
+    three = ["deployment.num_infer_gpus=2", "deployment.infer_gpu_ids=[4,5]", "deployment.device=cuda"]
+    with pytest.raises(UserError) as too_few:
+        gpus.refuse_too_few_gpus(plan(*three))
+    assert "infer_gpu_ids=null" not in too_few.value.fix, "the lowest devices are not all there either"
 
 
 # --- networks between nodes -------------------------------------------------------------------------------------------
@@ -147,3 +210,67 @@ def test_nccl_between_nodes_takes_the_adapters_of_infiniband_that_are_up(tmp_pat
     assert "NCCL_IB_HCA" not in environment.interfaces("127.0.0.1")
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_1")
     assert environment.interfaces("10.0.0.1") == {}
+
+
+BUILDS = {
+    "CPU": ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "torch is built without CUDA"),
+    "CUDA": ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "torch.cuda.is_available() is false"),
+    "ROCm": ("cuda = None\nhip = '6.4'\n", "torch.cuda.is_available() is false"),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("signs", [True, False], ids=["GPUs", "none"])
+def test_a_torch_that_can_use_no_gpu_is_refused_before_anything_starts(tmp_path, monkeypatch, build, signs):
+    version, why = BUILDS[build]
+    (tmp_path / "version.py").write_text(version)
+    monkeypatch.setattr(gpus, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    monkeypatch.setattr(gpus, "GPUS", tmp_path if signs else tmp_path / "none")
+    monkeypatch.setattr(gpus, "DEVICES", ())
+    told = gpus.no_usable_gpus(plan("deployment.device=cuda"))
+    if signs and build != "CPU":
+        assert told is None, "the roles ask the driver"
+        return
+    assert told is not None  # tests run where torch finds no GPU, or ask a machine that has one
+    assert told.what.startswith("torch cannot use" if signs else "There is no sign of a GPU")
+    assert told.why == f"2 are needed, and {why}"
+    assert told.fix.startswith("deployment.device=cpu")
+    assert gpus.no_usable_gpus(plan()) is None
+    assert gpus.no_usable_gpus(plan("deployment.device=cpu")) is None
+
+
+JOBS = ("rl", "sft", "bench", "eval", "inference")
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_each_job_is_refused_where_it_starts_and_planned_anywhere(tmp_path, monkeypatch, job):
+    monkeypatch.setattr(gpus, "_why_torch_has_none", lambda: "torch is built without CUDA")
+    config = compose(["deployment.device=cuda", f"output_dir={tmp_path}/run"], job)
+    made = make_plan(config)
+    claim(made).release()
+    start = bench.run if job == "bench" else launch.run
+    with pytest.raises(UserError) as refused:
+        start(config)
+    assert "torch is built without CUDA" in refused.value.render()
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["failure"]["class"]) == ("failed", "config")
+
+
+@pytest.mark.parametrize("kind", ["trainer", "inference", "orchestrator"])
+def test_roles_by_hand_are_refused_where_they_start(tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr(gpus, "_why_torch_has_none", lambda: "torch is built without CUDA")
+    monkeypatch.setattr("sys.argv", [f"prl.{kind}", str(tmp_path / "run")])
+    monkeypatch.setenv(KEY, "")  # so that what is set is taken back
+    claim(plan("deployment.device=cuda", f"output_dir={tmp_path}/run")).release()
+    with pytest.raises(SystemExit) as ended:
+        by_hand.run_role(kind)
+    assert ended.value.code == 2
+    assert "torch is built without CUDA" in capsys.readouterr().err
+
+
+def test_a_role_that_finds_no_gpu_says_so(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="torch can use no GPU here") as told:
+        pick_device("cuda")
+    assert "prl.doctor" in told.value.fix
+    assert pick_device("auto").type == "cpu"

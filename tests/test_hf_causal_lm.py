@@ -11,9 +11,9 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config import compose
+from prl.config.config_json import check_card
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import ModelCard, OptimConfig
-from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_checkpoint, read_tensors
 from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
 from prl.models.families.hf_causal_lm import HFCausalLM, build_hf_model
@@ -120,16 +120,21 @@ def packed() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.cat([torch.arange(n) for n in DOCS])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_logits_of_packed_documents_are_those_of_each_document_alone(family, tmp_path):
-    model = plain_model(family)
-    ours = adapt(model, tmp_path)
+def check_packed(ours: HFCausalLM, model) -> torch.Tensor:
+    """That packed documents have the logits of each alone, which are returned."""
     ids, positions = packed()
     logits = ours.logits(ours(ids, positions, packed_attention(DOCS, ids.device)))
     alone = torch.cat([model(doc[None], use_cache=False).logits[0] for doc in ids.split(DOCS)])
     torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
-    assert alone.std() > 0.01
+    return alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_packed_documents_are_those_of_each_document_alone(family, tmp_path):
+    model = plain_model(family)
+    ours = adapt(model, tmp_path)
+    assert check_packed(ours, model).std() > 0.01
 
 
 @pytest.fixture
@@ -208,6 +213,10 @@ def test_qwen3_is_built_from_its_card(tmp_path):
     [
         ("gemma2", {"head_dim": 16}, "final_logit_softcapping"),
         ("qwen3_next", {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1}, "linear_attention"),
+        ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}, "carry state"),
+        ("jamba", {"num_experts": 2, "mamba_d_state": 4, "use_mamba_kernels": False, "pad_token_id": 0}, "carry state"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2}, "carry state"),
+        ("rwkv", {"attention_hidden_size": 32}, "carry state"),
     ],
 )
 def test_models_that_cannot_be_packed_are_refused(family, changes, what, tmp_path):
@@ -223,11 +232,7 @@ def test_capped_scores(tmp_path):
         "gemma2", head_dim=16, final_logit_softcapping=None, attn_logit_softcapping=2.0, sliding_window=4
     )
     ours = adapt(model, tmp_path)
-    ids, positions = packed()
-    with torch.no_grad():
-        logits = ours.logits(ours(ids, positions, packed_attention(DOCS, ids.device)))
-        alone = torch.cat([model(doc[None], use_cache=False).logits[0] for doc in ids.split(DOCS)])
-    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+    check_packed(ours, model)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +292,19 @@ def test_dropout_is_off_so_that_recomputation_repeats_itself(tmp_path):
     assert torch.equal(model(ids, positions, attend), model(ids, positions, attend))
 
 
+def test_a_family_with_names_of_its_own_trains_by_its_config_json(tmp_path, world):
+    """gpt2: n_layer, n_embd, n_head; nobody writes a card."""
+    model = plain_model("gpt2")
+    model.save_pretrained(tmp_path)
+    auto = ["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte", "model.dtype=float32", "memory=none"]
+    ours = build_model(compose(auto, "sft"), tmp_path, world)
+    assert len(ours.layers) == 2
+    ids, positions = packed()
+    logits = ours(ids, positions, packed_attention(DOCS, ids.device), head=lambda hidden, weight: hidden @ weight.t())
+    alone = torch.cat([model(doc[None], use_cache=False).logits[0] for doc in ids.split(DOCS)])
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+
+
 def test_a_head_with_a_bias_is_refused(tmp_path):
     """Losses are computed from the head's weight alone."""
     AutoConfig.for_model("phi", **SIZES).save_pretrained(tmp_path)
@@ -343,3 +361,51 @@ def build_offloading(config, path, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallelize, "apply_activation_offload", functools.partial(apply_activation_offload, min_bytes=0))
         return build_model(config, path, world)
+
+
+@pytest.mark.parametrize("family", ["stablelm", "falcon"])
+def test_models_that_attend_by_themselves_are_refused(family, tmp_path):
+    """One fails where it is built, the other at the first step."""
+    AutoConfig.for_model(family, **SIZES).save_pretrained(tmp_path)
+    card = ModelCard(family="other", head_dim=8, **{k: v for k, v in SIZES.items() if k != "intermediate_size"})
+    with pytest.raises(UserError, match="attention itself"):
+        build_hf_model(tmp_path, card)
+
+
+def test_empty_parameters_are_refused(tmp_path):
+    """FSDP would fail on them in the first backward pass."""
+    model = plain_model("glm4_moe", n_shared_experts=0)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="empty parameters") as caught:
+        build_hf_model(tmp_path, card_of(model))
+    assert caught.value.fix == "model.impl=custom"
+
+
+def test_values_wider_than_queries(tmp_path):
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 20,
+             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 2,
+             "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}  # fmt: skip
+    model = plain_model("deepseek_v3", **sizes)  # and no layer has experts
+    ours = adapt(model, tmp_path)
+    check_packed(ours, model)
+    auto = ["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte", "model.dtype=float32"]
+    with pytest.raises(ConfigError) as error:
+        compose([*auto, "sft=null"], config_name="rl")
+    fixes = [violation.fix for violation in error.value.violations]
+    assert sum("model.impl=hf" in fix for fix in fixes) == 2, fixes
+    compose([*auto, "model.impl=hf", "inference=vllm", "memory=none", "model.card.vocab_size=null"])
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_rope_of_transformers_alone_is_for_its_own_layers(rope, tmp_path):
+    AutoConfig.for_model("llama", **SIZES, head_dim=8).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": rope, "factor": 2.0, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    auto = ["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte"]
+    card = compose([*auto, "model.impl=hf", "inference=vllm"]).model.card
+    assert card.family == "llama"
+    with pytest.raises(UserError, match=f"rope_type={rope}"):
+        check_card(tmp_path, card)
+    with pytest.raises(ConfigError, match=f"rope_type={rope}"):
+        compose(auto)

@@ -81,6 +81,22 @@ def test_flat_logprobs_are_the_same_numbers(client: Client) -> None:
     assert flat | {"logprobs": 0, "token_logprobs": 0} == choice | {"logprobs": 0, "token_logprobs": 0}
 
 
+def test_frames_hold_the_same_numbers_and_routing_from_where_it_is_asked_for(client: Client) -> None:
+    asked = {"flat_logprobs": True, "max_tokens": 6}
+    (plain,) = client.generate("f", **asked).body["choices"]
+    (framed,) = client.generate("f", **asked, extra_args={"frames": True, "routing_start": 4}).body["choices"]
+    whole = np.load(io.BytesIO(base64.b64decode(plain["routed_experts"])), allow_pickle=False)
+    assert np.array_equal(framed["routed_experts"], whole[4:])
+    assert framed["routed_experts"].dtype == whole.dtype
+    assert framed["routing_start"] == 4
+    assert framed["token_ids"].tolist() == plain["token_ids"]
+    assert framed["token_logprobs"] == pytest.approx(plain["token_logprobs"], abs=1e-5)
+    numbers = dict.fromkeys(("token_ids", "token_logprobs", "routed_experts", "routing_start"))
+    assert framed | numbers == plain | numbers
+    refused = client.generate("f", extra_args={"frames": True, "routing_start": 6})
+    assert (refused.status, "behind the prompt" in str(refused.body)) == (400, True)
+
+
 def test_without_max_tokens_the_completion_fills_the_context(client: Client) -> None:
     reply = client.post("/inference/v1/generate", {"token_ids": [1] * 250, "sampling_params": {"ignore_eos": True}})
     choice = reply.body["choices"][0]

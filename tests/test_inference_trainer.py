@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def trained_kl(policy: Policy, sequences: list[Sequence], temperature: float) ->
         prompt, sampled, length = s.num_prompt, s.num_generated, len(s.token_ids)
         routed = s.routed_experts()
         if routed is not None:  # the last token was never forwarded; its routing influences nothing
-            routed = torch.cat([torch.from_numpy(routed), torch.zeros(1, *routed.shape[1:], dtype=torch.uint8)]).numpy()
+            routed = [routed, np.zeros((1, *routed.shape[1:]), dtype=np.uint8)]
         mask, logp = [False] * prompt + [True] * sampled, [0.0] * prompt + s.logprobs
         documents.append(Document(s.token_ids, mask, logp, [0.0] * length, [0] * length, routed))
     micro = build_micro_batch(documents)

@@ -10,12 +10,14 @@ import pytest
 from runs import run
 
 from prl.config import compose
+from prl.config.cards import card_to_hf_config
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm import launch, versions
 from prl.inference.vllm.causes import first_error
+from prl.planning.commands import render_commands
 from prl.planning.planner import make_plan
-from prl.planning.vllm_arguments import kv_cache_bytes, server_arguments, to_argv
+from prl.planning.vllm_arguments import cpu_environment, kv_cache_bytes, server_arguments, to_argv
 
 ROOT = Path(__file__).parent.parent
 VLLM = "inference=vllm"
@@ -27,6 +29,8 @@ def arguments_of(config: RunConfig, *, on_cpu: bool) -> dict[str, object]:
 
 
 ROUTING = ["inference.return_routed_experts=true"]
+ADAPTERS = ["memory=lora", "weight_transport=lora"]
+TIED, CPU = ["model.card.tie_word_embeddings=true"], "deployment.device=cpu"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,17 @@ ROUTING = ["inference.return_routed_experts=true"]
         (["memory=lora", "weight_transport=lora"], "inference=vllm"),
         ([VLLM, "memory=lora", "weight_transport=lora", "memory_recipe.lora.targets=[experts]"], "without experts"),
         ([VLLM, "memory=lora", "weight_transport=lora", "deployment=colocated"], "deployment=disaggregated"),
+        ([VLLM, CPU, "model=tiny_qwen3_moe", *ADAPTERS], "no adapters beside experts"),
+        (
+            [VLLM, "model=tiny_deepseek_v3", *ADAPTERS, "memory_recipe.lora.targets=[o_proj]"],
+            "weight_transport=filesystem",
+        ),
+        ([VLLM, "model=tiny_glm4_moe", *TIED], "model.card.tie_word_embeddings=false, or inference=torch"),
+        ([VLLM, "model=tiny_deepseek_v3", *TIED, "model.path=/a/checkpoint"], "    inference=torch"),
+        ([VLLM, CPU, "model=tiny_minimax_m2"], "its router for CPUs knows softmax only"),
+        ([VLLM, CPU, "model=tiny_nemotron_h"], "experts without gates"),
+        ([VLLM, CPU, "model=tiny_deepseek_v32"], "sparse attention is for GPUs"),
+        ([VLLM, CPU, "model=tiny_glm_moe_dsa"], "inference=torch, or deployment.device=cuda"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(overrides: list[str], message: str) -> None:
@@ -103,6 +118,63 @@ def test_any_argument_goes_through_and_the_last_word_is_the_users() -> None:
     assert arguments["kv_transfer_config"] == {"kv_connector": "OffloadingConnector"}
     on_gpu = arguments_of(compose([VLLM]), on_cpu=False)
     assert not {"enforce_eager", "kv_cache_memory_bytes", "enable_chunked_prefill"} & set(on_gpu)
+
+
+LATENT = ["model=tiny_deepseek_v3", "model.card.kv_lora_rank=512", "model.card.qk_rope_head_dim=64",
+          "model.card.head_dim=96", "inference.max_num_seqs=4"]  # fmt: skip
+
+
+def test_latent_attention_on_cpus_does_without_vllms_rotary_operator() -> None:
+    """And is that of vLLM for one size of latents; for others keys and values of all heads are kept."""
+    config = compose([VLLM, *LATENT])
+    arguments = arguments_of(config, on_cpu=True)
+    assert arguments["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
+    assert (arguments["attention_backend"], cpu_environment(config)) == ("CPU_MLA", {})
+    layers = config.model.card.num_hidden_layers
+    assert arguments["kv_cache_memory_bytes"] == 9 * 128 * layers * (512 + 64) * 4
+    small = compose([VLLM, "model=tiny_deepseek_v3", "inference.max_num_seqs=4"])
+    arguments = arguments_of(small, on_cpu=True)
+    assert arguments["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
+    assert "attention_backend" not in arguments
+    assert cpu_environment(small) == {"VLLM_MLA_DISABLE": "1"}
+    assert arguments["kv_cache_memory_bytes"] == 9 * 128 * layers * 4 * 2 * 48 * 4  # 4 heads of 48, float32
+    assert not {"compilation_config", "attention_backend"} & set(arguments_of(config, on_cpu=False))
+    other = compose([VLLM])
+    assert "compilation_config" not in arguments_of(other, on_cpu=True)
+    assert cpu_environment(other) == {}
+
+
+def test_commands_show_what_latents_of_another_size_need_on_cpus() -> None:
+    shown = render_commands(make_plan(compose([VLLM, CPU, "model=tiny_deepseek_v3"])))
+    assert "VLLM_MLA_DISABLE=1" in shown
+    assert "VLLM_MLA_DISABLE" not in render_commands(make_plan(compose([VLLM, CPU, *LATENT])))
+
+
+def test_what_the_user_says_of_compilation_is_joined_with_what_cpus_need() -> None:
+    said = ["inference.vllm.compilation_config={mode: 0}", "inference.vllm.hf_overrides={rope_theta: 5.0}"]
+    arguments = arguments_of(compose([VLLM, *LATENT, *said]), on_cpu=True)
+    assert arguments["compilation_config"] == {"custom_ops": ["-rotary_embedding"], "mode": 0}
+    assert arguments["hf_overrides"] == {"moe_router_dtype": "float32", "rope_theta": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("deepseek_v3", {"moe_router_dtype": "float32"}),
+        ("deepseek_v32", {"moe_router_dtype": "float32"}),
+        ("glm4_moe", None),
+        ("qwen3_moe", None),
+    ],
+)
+def test_routers_of_vllm_are_told_to_compute_in_float32_where_they_can_be(model: str, said: dict[str, str]) -> None:
+    """And so are engines that read an export."""
+    config = compose([VLLM, f"model=tiny_{model}"])
+    assert arguments_of(config, on_cpu=False).get("hf_overrides") == said
+    key = "moe_router_dtype"
+    assert card_to_hf_config(config.model.card).get(key) == (said or {}).get(key)
+    rounded = compose([VLLM, f"model=tiny_{model}", "model.card.router_dtype=model"])
+    assert "hf_overrides" not in arguments_of(rounded, on_cpu=False)
+    assert key not in card_to_hf_config(rounded.model.card)
 
 
 @pytest.mark.parametrize("job", ["rl", "inference"])

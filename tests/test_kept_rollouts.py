@@ -131,7 +131,7 @@ def test_what_was_sampled_is_read_again_with_what_the_trainer_made_of_it(tmp_pat
     micro = SimpleNamespace(
         doc_lens=np.array([len(other), len(sample.input_ids)]),
         input_ids=np.array([*other, *sample.input_ids], dtype=np.int64),
-        loss_mask=np.array([False, True, True, *sample.loss_mask]),
+        loss_mask=np.array([False, True, True, *sample.loss_mask], dtype=bool),
         logp_infer=np.array([0, -1, -1, *sample.logp_infer], dtype=np.float32),
     )
     logp = torch.tensor([-9.0, -9.0, -0.5, -0.6, -0.7], requires_grad=True)

@@ -26,6 +26,7 @@ from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.rollout import Group
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.tasks import TaskChoice, TaskSampler
+from prl.transport.batch import TrainBatch
 from prl.transport.weights import make_publisher
 
 
@@ -112,7 +113,8 @@ def fed(orchestrator):
 
     orchestrator.producer = SimpleNamespace(next_step=next_step, state=dict)
     asyncio.run(orchestrator._feed())
-    return orchestrator.batches
+    made = orchestrator.batches.items()
+    return {step: [TrainBatch.from_bytes(bytes(one)) for one in encoded.messages] for step, encoded in made}
 
 
 def test_rows_hold_seq_len_tokens(orchestrator):

@@ -147,7 +147,8 @@ def test_a_job_submitted_from_within_a_job_inherits_nothing_of_it(tmp_path, monk
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
     (tmp_path / "slurm").mkdir()
-    assert PointExecutor(tmp_path / "slurm", "#!/bin/bash\n").submit_script() == "7"
+    (tmp_path / "1.sbatch").write_text("#!/bin/bash\n")
+    assert PointExecutor(tmp_path / "slurm", tmp_path / "1.sbatch").submit_script() == "7"
     given = [line for line in (tmp_path / "given").read_text().splitlines() if line.startswith("SLURM_")]
     assert given == ["SLURM_CONF=/etc/here.conf"]
     assert os.environ["SLURM_ARRAY_TASK_ID"] == "3"

@@ -10,11 +10,15 @@ import pytest
 from runs import environment
 
 from launch.hydra_plugin import register_plugins
+from launch.points import Point
 from launch.reading import settings_of
 from launch.settings import LauncherSettings
+from launch.submitit_keys import refuse_contradictions
+from prl.config import compose
 from prl.config.composing import compose_yaml, problems
 from prl.config.errors import ConfigError, UserError
 from prl.config.search_path import use_directories
+from prl.planning.planner import make_plan
 
 NODE = "hydra.launcher."
 WRONG = [  # launcher, what is typed, what is to be typed in its place; "": nothing
@@ -166,6 +170,43 @@ def test_additional_parameters_that_contradict_the_plan_are_refused_by_name(key)
     assert told.fix.startswith(f"leave --{key.replace('_', '-')} out")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "own"),
+    [("time", "5", "timeout_min"), ("signal", "USR1@10", "signal_delay_s"), ("job-name", "x", "name"),
+     ("no-requeue", "true", "max_num_timeout=0")],
+)  # fmt: skip
+def test_lines_that_have_keys_of_their_own_are_refused_with_them(key, value, own):
+    told = refusal("hydra/launcher=submitit_slurm", f"{NODE}additional_parameters.{key}={value}")
+    assert told.where == f"{NODE}additional_parameters.{key}"
+    assert f"leave --{key} out; {NODE}{own}" in told.fix
+    line = f"--{key}" if value == "true" else f"--{key}={value}"
+    told = refusal("hydra/launcher=slurm", f"{NODE}slurm.sbatch=['{line}']")
+    assert f"leave --{key} out; slurm." in told.fix
+
+
+@pytest.mark.parametrize(
+    ("lines", "gres", "refused"),
+    [
+        ([], "gpu:1", "--gres=gpu:1"), ([], "gpu", "--gres=gpu"), ([], "gpu:h100:2,lscratch:9", ""), ([], "gpu:8", ""),
+        ([], "lscratch:9", ""), (["--gres=gpu:1"], None, "--gres=gpu:1"), (["--gpus-per-node=h100:1"], None, "h100:1"),
+        (["--gpus-per-task 1"], None, "--gpus-per-task 1"), (["--gpus=3"], None, "--gpus=3"), (["--gpus=4"], None, ""),
+        (["--gpus-per-socket=1"], None, ""),
+    ],
+)  # fmt: skip
+def test_fewer_gpus_than_a_plan_takes_are_refused_wherever_they_are_asked_for(lines, gres, refused):
+    """Two nodes with two devices each."""
+    shape = ["deployment=multi_node", "deployment.device=cuda", "deployment.gpus_per_node=2"]
+    words = [*shape, *([f"slurm.gres='{gres}'"] if gres else []), f"slurm.sbatch={lines}".replace("'", '"')]
+    config = compose([*words, "output_dir=/tmp/point"])
+    told = []
+    try:
+        refuse_contradictions([Point((), make_plan(config))], LauncherSettings())
+    except ConfigError as error:
+        told = [one.what for one in error.violations]
+    assert len(told) == bool(refused)
+    assert refused in "".join(told)
+
+
 def test_other_lines_of_sbatch_pass():
     lines = ["--gres=gpu:h100:8", "--gpus-per-node=h100:8", "--ntasks-per-node=1", "--exclusive", "--nodelist=n1"]
     lines += ["--nice", "-x n7", "--comment=more than -n nodes", "--export=ALL"]
@@ -193,3 +234,15 @@ def test_an_entry_point_says_it_before_anything_is_made(tmp_path, words):
     assert done.returncode == 2
     assert f"do:    {NODE}slurm.time=5" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["-m", "seed=1,2"], []], ids=["sweep", "alone"])
+def test_keys_that_contradict_the_plan_are_told_with_the_others(tmp_path, words):
+    wrong = [f"{NODE}{value}" for value in ("tasks_per_node=2", "nodes=2", "gpus_per_node=3", "mem_gb=-3")]
+    command = [sys.executable, "-m", "prl.rl", *words, "hydra/launcher=submitit_slurm", *wrong]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("4 problems")
+    assert f"do:    leave it out, or {NODE}nodes=1" in done.stderr
+    assert f"do:    leave it out, or {NODE}gpus_per_node=2" in done.stderr
+    assert f"do:    {NODE}tasks_per_node=1" in done.stderr

@@ -232,12 +232,26 @@ def test_peft_reads_the_adapter_to_the_same_logits(exported, kind):
     assert (theirs - untouched).abs().max() > 0.1
 
 
+MLPS = ("gate_proj", "up_proj", "down_proj")
+STATES = ("in_proj", "q_proj", "o_proj", "up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj", "experts")
+
+
 @pytest.mark.slow
-def test_peft_reads_adapters_of_layers_that_do_one_thing_each(tmp_path):
-    """Of state space, attention, shared and stacked experts without a gate, and the latents of these."""
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("nemotron_h", STATES),  # layers of one thing each, experts without a gate, and the latents of these
+        ("glm4_moe", (*ATTENTION, "experts", *MLPS)),  # dense layers, shared and stacked experts
+        ("glm_moe_dsa", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts", *MLPS)),
+        ("glm_moe_dsa", ("q_a_proj", "gate_proj", "down_proj")),  # PEFT would take them for experts', and miss up_proj
+        ("deepseek_v3", ("experts", "up_proj")),
+        ("glm4_moe_lite", MLPS),
+    ],
+)
+def test_peft_reads_adapters_of_mixtures(tmp_path, family, targets):
+    """All targets there are, and some of them; the merged weights are what PEFT computes."""
     peft = pytest.importorskip("peft")
-    card = family_card("nemotron_h")
-    targets = ("in_proj", "q_proj", "o_proj", "up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj", "experts")
+    card = family_card(family)
     lora = LoraConfig(rank=4, alpha=6.0, targets=targets)
     model = random_model(card, std=0.1)
     save_checkpoint(hf_tensors(model), tmp_path / "base", card)
@@ -247,16 +261,16 @@ def test_peft_reads_adapters_of_layers_that_do_one_thing_each(tmp_path):
         if name.endswith("lora_b"):
             param.data.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(5))
     export_adapter(model, card, lora, tmp_path / "adapter", "base", write=True)
+    save_checkpoint(hf_tensors(merged_model(model)), tmp_path / "merged", card)
     loaded = peft.PeftModel.from_pretrained(reference(tmp_path / "base"), tmp_path / "adapter")
     ids = torch.arange(20) * 7 % 256
     with torch.no_grad():
-        attend = attend_documents(card, [len(ids)], torch.device("cpu"))
-        ours = model.logits(model(ids, torch.arange(len(ids)), attend))
-        theirs = loaded(input_ids=ids[None]).logits[0]
+        theirs = loaded(input_ids=ids[None]).logits[0].log_softmax(-1)
+        ours = reference(tmp_path / "merged")(input_ids=ids[None]).logits[0].log_softmax(-1)
         with loaded.disable_adapter():
-            untouched = loaded(input_ids=ids[None]).logits[0]
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
-    assert (theirs - untouched).abs().max() > 0.1
+            untouched = loaded(input_ids=ids[None]).logits[0].log_softmax(-1)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+    assert (theirs - untouched).abs().max() > 0.01
 
 
 def single_document(length):

@@ -136,7 +136,9 @@ def test_base_is_named_so_that_others_find_it(tmp_path):
     assert base_name(compose(["warm_start=reverse_text", "model.path=owner/name"]), cached) == str(
         cached
     )  # what the warm start left
-    assert base_name(compose(["warm_start=none", f"model.path={tmp_path}"]), tmp_path) == str(tmp_path)
+    here = compose(["warm_start=none", f"model.path={tmp_path / 'base'}"])
+    (tmp_path / "base").mkdir()
+    assert base_name(here, tmp_path / "base") == str(tmp_path / "base")
 
 
 # --- transformers' models ---------------------------------------------------------------------------------------------

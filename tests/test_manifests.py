@@ -76,6 +76,8 @@ def test_a_skypilot_task_has_a_node_for_each() -> None:
     [
         ("k8s", Site(volume="v"), (), "--image=REGISTRY/IMAGE:TAG"),
         ("k8s", Site(image="i"), (), "--volume=CLAIM"),
+        ("k8s", Site(), (), "--image=REGISTRY/IMAGE:TAG --volume=CLAIM"),
+        ("skypilot", Site(), (), "--mount=/mnt/shared --accelerator=H100"),
         ("skypilot", Site(accelerator="H100"), (), "--mount=/mnt/shared"),
         ("skypilot", Site(mount="/mnt"), (), "--accelerator=H100"),
         ("k8s", K8S, ("output_dir=/elsewhere/run",), "--mount=THE_SHARED_DIRECTORY"),
@@ -92,9 +94,9 @@ def test_what_a_manifest_lacks_is_asked_for(kind: str, site: Site, overrides: tu
     ("kind", "site", "words"),
     [
         *(("k8s", Site(image="i", volume=name), "--volume=CLAIM") for name in ("Shared", "a_b", "-a", "a.", "x" * 254)),
-        *(("k8s", Site(image=name, volume="v"), "--image=REGISTRY/IMAGE:TAG")
+        *(("k8s", Site(image=name, volume="v"), "--image=ghcr.io/you/prl:1.0")
           for name in ("https://r/i", "R/I/Upper", "a b", "i:", "i:-x", "i@sha256:12", "a//b")),
-        ("skypilot", Site(image="Up Per", mount="/mnt", accelerator="H100"), "--image=REGISTRY/IMAGE:TAG"),
+        ("skypilot", Site(image="Up Per", mount="/mnt", accelerator="H100"), "--image=ghcr.io/you/prl:1.0"),
     ],
 )  # fmt: skip
 def test_names_that_a_cluster_would_refuse_are_refused(kind: str, site: Site, words: str) -> None:

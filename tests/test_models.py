@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, dense_card, moe_card, random_model
 
 from prl.config.cards import card_to_hf_config
+from prl.config.config_json import check_card
 from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
-from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_checkpoint, load_model, load_weights, read_tensors
 from prl.models.checkpoints.sources import random_checkpoint, resolve_model_path
 from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint

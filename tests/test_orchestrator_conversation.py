@@ -12,7 +12,7 @@ from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.conversation import Conversation
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.rollout import Generation, Sample
 
 # drops all but the last assistant turn's content before "]", as reasoning models' templates drop earlier thoughts
 REWRITING = (
@@ -40,18 +40,24 @@ class Scripted:
 
     def __init__(self, *answers, experts=False):
         self.answers, self.experts, self.prompts, self.limits = list(answers), experts, [], []
+        self.known = []  # of how many tokens the experts were
 
-    async def __call__(self, prompt_ids, max_tokens):
+    async def __call__(self, prompt_ids, max_tokens, routed):
         version = len(self.prompts)
         self.prompts.append(list(prompt_ids))
         self.limits.append(max_tokens)
+        self.known.append(routed)
         ids = list(self.answers.pop(0))[:max_tokens]
-        routed = None
+        found = None
         if self.experts:
             length = len(prompt_ids) + len(ids) - 1
-            routed = np.broadcast_to(np.arange(length, dtype=np.uint8)[:, None, None], (length, 2, 1)).copy()
+            found = np.broadcast_to(np.arange(routed, length, dtype=np.uint8)[:, None, None], (length - routed, 2, 1))
         reason = "stop" if ids and ids[-1] == END else "length"
-        return Generation(ids, [-0.5 - version] * len(ids), [version] * len(ids), reason, routed)
+        return Generation(ids, [-0.5 - version] * len(ids), [version] * len(ids), reason, found, routing_start=routed)
+
+
+def routing_of(sample):
+    return np.concatenate(sample.routed_experts(len(sample.input_ids)))
 
 
 def talk(tokenizer, engine, *turns, max_turns=8, max_model_len=200, max_tokens=64):
@@ -75,7 +81,7 @@ def test_two_turns_are_one_sample_of_exactly_what_was_sampled(tokenizer):
     conversation, replies = talk(tokenizer, engine, "a", "b")
     assert replies == ["hi", "bye"]
     (sample,) = conversation.finished_samples()
-    assert tokenizer.decode(sample.input_ids) == (
+    assert tokenizer.decode(list(sample.input_ids)) == (
         "<|user|>a<|end|><|assistant|>hi<|end|><|user|>b<|end|><|assistant|>bye<|end|>"
     )
     trained = [i for i, m in zip(sample.input_ids, sample.loss_mask, strict=True) if m]
@@ -107,7 +113,7 @@ def test_earlier_tokens_never_change(tokenizer, answers, turns, ends):
         before = engine.prompts[turn - 1] + answers[turn - 1] if turn else []
         if turn and prompt[: len(before)] != before:
             starts += 1
-        assert any(s.input_ids[: len(prompt) + len(answers[turn])] == prompt + answers[turn] for s in samples)
+        assert any(list(s.input_ids[: len(prompt) + len(answers[turn])]) == prompt + answers[turn] for s in samples)
     assert len(samples) == starts + 1
     for sample in samples:
         assert len({len(x) for x in (sample.input_ids, sample.loss_mask, sample.logp_infer, sample.versions)}) == 1
@@ -128,7 +134,7 @@ def test_an_answer_without_end_gets_one_that_is_not_trained(tokenizer):
     engine = Scripted(b"abcdef", said("x"))
     conversation, _ = talk(tokenizer, engine, "a", "b", max_tokens=4)
     (sample,) = conversation.finished_samples()
-    assert tokenizer.decode(sample.input_ids) == (
+    assert tokenizer.decode(list(sample.input_ids)) == (
         "<|user|>a<|end|><|assistant|>abcd<|end|><|user|>b<|end|><|assistant|>x<|end|>"
     )
     assert sum(sample.loss_mask) == 4 + 2
@@ -138,7 +144,7 @@ def test_an_answer_without_end_gets_one_that_is_not_trained(tokenizer):
 def test_rewritten_history_starts_a_new_sample(rewriting):
     engine = Scripted(said("[think]one"), said("[more]two"), said("three"))
     conversation, _ = talk(rewriting, engine, "a", "b", "c")
-    texts = [rewriting.decode(s.input_ids) for s in conversation.finished_samples()]
+    texts = [rewriting.decode(list(s.input_ids)) for s in conversation.finished_samples()]
     one = "<|user|>a<|end|><|assistant|>"
     assert texts == [
         f"{one}[think]one<|end|>",
@@ -158,7 +164,7 @@ def test_a_full_context_ends_the_conversation_and_leaves_the_sample_as_it_was(to
     assert replies == ["x" * 30, None, None]
     assert conversation.truncated
     (sample,) = conversation.finished_samples()
-    assert len(sample.input_ids) == 4 + 31 == len(sample.routed_experts)
+    assert len(sample.input_ids) == 4 + 31 == len(routing_of(sample))
     assert sample.loss_mask[-1]
 
 
@@ -183,12 +189,25 @@ def test_an_empty_generation_is_an_error(tokenizer):
         talk(tokenizer, Scripted([]), "a")
 
 
-def test_routing_covers_every_token_and_later_turns_replace_it(tokenizer):
-    conversation, _ = talk(tokenizer, Scripted(said("hi"), said("bye"), experts=True), "a", "b")
+def test_routing_covers_every_token_and_later_turns_bring_what_is_new(tokenizer):
+    engine = Scripted(said("hi"), said("bye"), said("so"), experts=True)
+    conversation, _ = talk(tokenizer, engine, "a", "b", "c")
     (sample,) = conversation.finished_samples()
     length = len(sample.input_ids)
-    assert sample.routed_experts.shape == (length, 2, 1)
-    assert sample.routed_experts[:, 0, 0].tolist() == [*range(length - 1), length - 2]
+    ends = [
+        len(prompt) + len(answer) for prompt, answer in zip(engine.prompts, map(said, ("hi", "bye", "so")), strict=True)
+    ]
+    assert engine.known == [0, ends[0] - 1, ends[1] - 1]
+    assert routing_of(sample).shape == (length, 2, 1)
+    assert routing_of(sample)[:, 0, 0].tolist() == [*range(length - 1), length - 2]
+
+
+def test_experts_that_do_not_follow_upon_those_that_are_known_are_refused():
+    sample, rows = Sample(), np.zeros((3, 2, 1), np.uint8)
+    sample.append_prompt([1, 2])
+    sample.append_generation(Generation([3, 4], [0.0] * 2, [0] * 2, "stop", rows))
+    with pytest.raises(ValueError, match="experts from token 2 on, and 3 are known"):
+        sample.append_generation(Generation([5], [0.0], [0], "stop", rows, routing_start=2))
 
 
 def test_messages_that_are_taken_back_start_a_sample_of_their_own(tokenizer):
@@ -205,9 +224,9 @@ def test_messages_that_are_taken_back_start_a_sample_of_their_own(tokenizer):
     assert (reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens) == ("three", "stop", 4, 6)
     assert [m["content"] for m in conversation.messages] == ["c", "three"]
     appended, new = conversation.finished_samples()
-    assert appended.input_ids == [*engine.prompts[1], *said("two")]
+    assert list(appended.input_ids) == [*engine.prompts[1], *said("two")]
     assert sum(appended.loss_mask) == len([*said("one"), *said("two")])
-    assert new.input_ids == [*engine.prompts[2], *said("three")]
+    assert list(new.input_ids) == [*engine.prompts[2], *said("three")]
     assert engine.prompts[2] == [*new.input_ids[:4]]
 
 
@@ -229,7 +248,7 @@ def test_tools_are_part_of_the_prompt_and_of_its_prefix(tokenizer, tmp_path):
     asyncio.run(scenario())
     assert b'"name": "add"' in bytes(token for token in engine.prompts[0] if token < 256)
     (sample,) = conversation.finished_samples()
-    assert sample.input_ids == [*engine.prompts[1], *said("7")]
+    assert list(sample.input_ids) == [*engine.prompts[1], *said("7")]
     assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
 
 

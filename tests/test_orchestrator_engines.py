@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from fake_engine import generate, pool_of
 
+from prl.config.schema import SamplingConfig
 from prl.orchestrator import engines
 from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engines import PAUSE
+from prl.orchestrator.engine_requests import PAUSE
 from prl.orchestrator.lockstep import Lockstep
 
 
@@ -39,7 +40,32 @@ def test_a_request_carries_everything_that_fixes_its_sample():
     assert body["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 7, "seed": 11,
         "stop_token_ids": [256], "logprobs": 0, "flat_logprobs": True, "detokenize": False,
+        "extra_args": {"frames": True},
     }  # fmt: skip
+
+
+def test_an_answer_may_come_in_frames_with_the_experts_of_new_tokens_alone():
+    routed = np.arange(8, dtype=np.uint16).reshape(2, 2, 2) + 300
+
+    async def scenario(start):
+        async with pool_of(return_routed_experts=True) as (pool, (engine,)):
+            engine.framed = True
+            engine.choice = {
+                "token_ids": np.array([9, 9], np.int32),
+                "token_logprobs": np.array([-0.5, -0.75], np.float32),
+                "routed_experts": routed,
+                "routing_start": start,
+            }
+            answer = await pool.generate([1, 2, 9], 7, 11, "s", SamplingConfig(), "r", routing_start=start)
+            return answer, engine.bodies[0]["sampling_params"]["extra_args"]
+
+    answer, asked = asyncio.run(scenario(2))
+    assert asked == {"frames": True, "routing_start": 2}
+    assert (answer.token_ids, answer.logprobs, answer.versions) == ([9, 9], [-0.5, -0.75], [3, 3])
+    assert (answer.routing_start, answer.routed_experts.dtype) == (2, np.uint16)
+    np.testing.assert_array_equal(answer.routed_experts, routed)
+    with pytest.raises(EngineError, match="2 rows of routed experts for 3 forwarded tokens"):
+        asyncio.run(scenario(1))
 
 
 def test_logprobs_may_come_as_numbers():

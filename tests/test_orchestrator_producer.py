@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from prl.config import compose
-from prl.orchestrator.batching import build_batches, staleness
+from prl.orchestrator.batching import build_batches, encode_step, release, staleness
 from prl.orchestrator.producer import Producer, StepGroups
-from prl.orchestrator.rollout import FailedRollout, Group, Rollout, Sample
+from prl.orchestrator.rollout import FailedRollout, Generation, Group, Rollout, Sample
 from prl.orchestrator.tasks import TaskSampler
+from prl.transport.batch import TrainBatch
+from prl.transport.serving import InPieces
 
 GROUP_SIZE, GROUPS = 2, 3
 FAILED = FailedRollout("grader", "no reward")
@@ -28,10 +30,9 @@ def config_of(*overrides, max_off_policy_steps=2):
 def rollout_of(env, reward, versions, prompt=3, length=4, truncated=False):
     """Its tokens are split evenly between `versions`."""
     per_token = sorted(versions[i % len(versions)] for i in range(length))
-    sample = Sample(
-        list(range(prompt + length)), [False] * prompt + [True] * length,
-        [0.0] * prompt + [-1.0] * length, [-1] * prompt + per_token,
-    )  # fmt: skip
+    sample = Sample()
+    sample.append_prompt(list(range(prompt)))
+    sample.append_generation(Generation(list(range(prompt, prompt + length)), [-1.0] * length, per_token, "stop", None))
     return Rollout(env, "task", reward, [sample], prompt, length, truncated, 1)
 
 
@@ -365,10 +366,30 @@ def test_batches_carry_advantages_on_sampled_tokens_only():
     assert sorted(staleness([batch]).tolist()) == [0, 0, 0, 0, 0, 1]
 
 
+def test_encoded_batches_are_forgotten_and_who_sends_one_keeps_it():
+    rollouts = [rollout_of("a", 1.0, [4], prompt=3, length=10) for _ in range(2)]
+    for rollout in rollouts:
+        rollout.samples[0].routing = [np.ones((12, 2, 1), dtype=np.uint8)]
+    encoded = encode_step(step_of(*rollouts), seq_len=16, data_ranks=2, meta={})
+    assert [rollout.samples[0].routing for rollout in rollouts] == [[], []], "it is in the batches"
+    whole, sending = bytes(encoded.messages[0]), InPieces(encoded.messages[0])
+    assert all(row.routed_experts.all() for row in TrainBatch.from_bytes(whole).micro_batches)
+    release([encoded])
+    assert not any(message.parts for message in encoded.messages)
+    sent = []
+
+    class Writer:
+        async def write(self, piece):
+            sent.append(bytes(piece))
+
+    asyncio.run(sending.write(Writer()))
+    assert (b"".join(sent), sending.size) == (whole, len(whole))
+
+
 def test_samples_are_cut_to_the_row_and_only_kept_tokens_count():
     long, none_left = rollout_of("a", 1.0, [4], prompt=3, length=10), rollout_of("a", 1.0, [2], prompt=12, length=3)
-    long.samples[0].routed_experts = np.zeros((13, 2, 1), dtype=np.uint8)
-    none_left.samples[0].routed_experts = np.zeros((15, 2, 1), dtype=np.uint8)
+    long.samples[0].routing = [np.zeros((12, 2, 1), dtype=np.uint8)]
+    none_left.samples[0].routing = [np.zeros((14, 2, 1), dtype=np.uint8)]
     (batch,) = build_batches(step_of(long, none_left), seq_len=8, data_ranks=1, meta={})
     assert (batch.loss_tokens, batch.loss_docs) == (5, 1)
     assert [m.num_tokens for m in batch.micro_batches] == [8, 8]
@@ -385,6 +406,21 @@ def test_loss_tokens_are_global_and_each_is_trained_once(data_ranks):
     assert sum(int(m.loss_mask.sum()) for b in batches for m in b.micro_batches) == 23
     assert len({len(b.micro_batches) for b in batches}) == 1
     assert len(staleness(batches)) == 23
+
+
+def test_no_token_is_read_again_to_know_how_old_a_group_is():
+    class Unread(list[int]):
+        def __iter__(self):
+            raise AssertionError("tokens are read")
+
+    rollouts = [rollout_of("a", 1.0, [4, 6]), rollout_of("a", 1.0, [5])]
+    for rollout in rollouts:
+        rollout.samples[0].append_generation(
+            Generation([1, 2], [-1.0, -1.0], [7, 8 - rollout.oldest_version], "stop", None)
+        )
+        rollout.samples[0].versions = Unread()
+    assert [rollout.oldest_version for rollout in rollouts] == [4, 3]
+    assert Group(0, "a", 2, [*rollouts, FAILED]).oldest_version == 3
 
 
 def test_a_conversation_in_pieces_gives_several_documents_with_one_advantage():

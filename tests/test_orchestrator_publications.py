@@ -5,11 +5,13 @@ import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_engine import generate, pool_of
 from test_orchestrator_restarts import UPDATE, dead_server, until
 
 from prl.config import compose
+from prl.orchestrator.batching import EncodedStep
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engines import NoWeights
 from prl.orchestrator.loop import Orchestrator
@@ -179,12 +181,13 @@ async def order(orchestrator, step, publications, timeout_s=0.05):
     body = await orchestrator.batch_for(step, 0, publications, timeout_s)
     if body is None:
         return None
-    meta = TrainBatch.from_bytes(body).meta
+    meta = TrainBatch.from_bytes(bytes(body)).meta
     return "stop" if meta["stop"] else "again" if meta["publish_again"] else "batch"
 
 
 def batch(step):
-    return [TrainBatch(step, [], 0, 0, {"stop": False, "publish_again": False, "checkpoint": False})]
+    made = TrainBatch(step, [], 0, 0, {"stop": False, "publish_again": False, "checkpoint": False})
+    return EncodedStep([made.to_message()], np.zeros(0))
 
 
 def test_a_trainer_that_waits_publishes_again_for_an_engine_without_weights():

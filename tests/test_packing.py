@@ -11,6 +11,7 @@ from prl.models.families.build import build_decoder
 from prl.models.layers.packed_attention import packed_attention
 from prl.trainer.head.head import logprob_head
 from prl.transport import frames
+from prl.transport.answers import decode_answer, encode_answer, unframed
 from prl.transport.batch import TrainBatch
 from prl.transport.kept import KeptTokens
 from prl.transport.packing import Document, build_micro_batch, deal_rows, pack_for_ranks, pack_rows
@@ -62,11 +63,12 @@ def test_padding_rows_train_nothing():
 def test_batch_survives_the_wire():
     documents = [document(n) for n in (5, 9, 16, 3)]
     for d in documents:
-        d.routed_experts = np.arange(len(d) * 4, dtype=np.uint8).reshape(len(d), 2, 2)
+        routed = np.arange(len(d) * 4, dtype=np.uint8).reshape(len(d), 2, 2)
+        d.routed_experts = [routed[:2], routed[2:]]
         d.kept = KeptTokens.of_sets([np.arange(i, dtype=np.uint16) for i in range(len(d))])
     (rows,) = pack_for_ranks(documents, 16, 1)
     batch = TrainBatch(7, rows, 25, 4, {"stop": False, "checkpoint": True})
-    back = TrainBatch.from_bytes(batch.to_bytes())
+    back = TrainBatch.from_bytes(bytes(batch.to_message()))
     assert (back.step, back.loss_tokens, back.loss_docs, back.meta) == (7, 25, 4, batch.meta)
     for before, after in zip(rows, back.micro_batches, strict=True):
         for name, value in vars(before).items():
@@ -74,8 +76,20 @@ def test_batch_survives_the_wire():
             assert value.dtype == getattr(after, name).dtype
 
 
+@pytest.mark.parametrize("size", [64, 1000, 1 << 20])
+def test_a_message_in_pieces_is_the_whole(size):
+    arrays = {str(n): np.arange(n, dtype=np.uint16).reshape(n, 1) for n in (0, 1, 3, 40, 4096, 5, 9000, 2)}
+    message = frames.encode({"a": 1}, arrays)
+    pieces = [bytes(piece) for piece in message.pieces(size)]
+    assert b"".join(pieces) == bytes(message)
+    assert len(bytes(message)) == len(message)
+    assert max(map(len, pieces)) <= size
+    _, back = frames.decode(bytes(message))
+    assert all(np.array_equal(arrays[name], back[name]) for name in arrays)
+
+
 def test_a_message_cut_short_is_noticed():
-    message = frames.encode({"a": 1}, {"x": np.arange(100)})
+    message = bytes(frames.encode({"a": 1}, {"x": np.arange(100)}))
     for length in (4, 20, len(message) - 1):
         with pytest.raises(ValueError, match=r"cut short|Expecting"):
             frames.decode(message[:length])
@@ -109,3 +123,30 @@ def test_packed_equals_unpacked(chunk):
     torch.testing.assert_close(packed[1], alone[1], rtol=1e-6, atol=1e-6)
     for a, b in zip(packed[2], alone[2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_answer_in_frames_is_what_it_was():
+    answer = {
+        "id": "r",
+        "choices": [
+            {"ids": np.arange(3, dtype=np.uint16), "routed": np.zeros((0, 2, 2), np.uint8), "spans": [{"a": 1}]}
+        ],
+        "usage": {"n": [1, 2], "nothing": []},
+    }
+    message = bytes(encode_answer(answer))
+    found = decode_answer(message)
+    (choice,), (expected,) = found["choices"], answer["choices"]
+    for name in ("ids", "routed"):
+        assert np.array_equal(choice[name], expected[name])
+        assert (choice[name].dtype, choice[name].shape) == (expected[name].dtype, expected[name].shape)
+    assert (choice["spans"], found["usage"], found["id"]) == ([{"a": 1}], answer["usage"], "r")
+    with pytest.raises(ValueError, match="cut short"):
+        decode_answer(message[:-8])
+    with pytest.raises(ValueError, match="lacks its array"):
+        decode_answer(bytes(frames.encode({"x": {"__array__": "0"}}, {})))
+
+
+def test_a_request_for_json_keeps_what_else_was_asked_for():
+    extra = {"frames": True, "routing_start": 3}
+    assert unframed({"top_p": 1, "extra_args": extra}) == {"top_p": 1}
+    assert unframed({"extra_args": extra | {"kept_tokens": True}}) == {"extra_args": {"kept_tokens": True}}

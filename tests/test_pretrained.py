@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import family_card
 from hub_layout import (
     HEAD_STORED_THOUGH_TIED,
     MODELS,
@@ -27,9 +28,10 @@ from runs import environment, finish, kill_root, rows, run, start, wait_for_chec
 from safetensors import safe_open
 
 from prl.config import compose
-from prl.config.errors import UserError
+from prl.config.cards import card_to_hf_config
+from prl.config.config_json import check_card
+from prl.config.errors import ConfigError, UserError
 from prl.config.hub import repair
-from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import check_files, load_checkpoint, load_model
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.families.build import build_decoder
@@ -322,3 +324,40 @@ def test_sharded_trainers_hold_the_numbers_of_the_files(home, tmp_path):
     assert max((tensor - stored[name].float()).abs().max() for name, tensor in exported.items()) < 1e-18
     (row,) = rows(tmp_path / "run", "trainer.0")
     assert row["grad_norm"] > 0
+
+
+def auto_of(tmp_path, config, *overrides):
+    """Sentences and reasons of what is said of `model=auto` with this config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        compose(["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte", *overrides])
+    return [f"{error.what} {error.why}" for error in caught.value.violations]
+
+
+def test_a_family_that_contradicts_the_checkpoint_is_one_problem(tmp_path):
+    config = card_to_hf_config(family_card("llama"))
+    said = auto_of(tmp_path, config, "model.card.family=qwen3")
+    assert len(said) == 1
+    assert "family=llama, not qwen3" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "1 entries for 3 layers"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "what", "full"]}, "'what'"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attn"]}, "layers_block_type has 'attn'"),
+    ],
+)
+def test_lists_of_layers_that_cannot_be(tmp_path, family, changes, why):
+    said = auto_of(tmp_path, card_to_hf_config(family_card(family)) | changes)
+    assert len(said) == 1
+    assert why in said[0]
+    with pytest.raises(UserError, match="says what cannot be"):  # of a card that is not made from it
+        check_card(tmp_path, family_card(family))
+
+
+def test_a_config_json_that_is_no_object(tmp_path):
+    said = auto_of(tmp_path, [])
+    assert "it is a list" in said[0]
+    assert "quantis" not in said[0]

@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from families import family_card
 from tiny import VOCAB, dense_card, moe_card, random_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from prl.config.schema import ActivationCheckpointing
 from prl.models.layers.attention_kernels import PackedAttention
+from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import packed_attention
 from prl.trainer.compilation import apply_compile
 from prl.trainer.memory.recompute import DEFAULT_TARGETS, apply_checkpointing
@@ -137,6 +139,17 @@ def test_each_target_drops_its_part(mode, dropped):
     attend = kernel_attention()
     none, some = (Saved(make_model("dense", ac), attend).floats for ac in (None, MODES[mode]))
     assert (none - some) / (2 * N) >= dropped
+
+
+def test_state_space_layers_drop_what_scan_and_gate_read():
+    """x, B and C before the convolution and after it, and the gate; and gradients stay the same to the bit."""
+    card = family_card("nemotron_h without experts", hybrid_override_pattern="MM", num_hidden_layers=2)
+    attend, models = attend_documents(card, DOCS, torch.device("cpu")), [random_model(card, std=0.1) for _ in range(2)]
+    apply_checkpointing(models[1], MODES["attn_proj"])
+    none, some = (Saved(model, attend).floats for model in models)
+    inner, channels = 8 * 8, 8 * 8 + 2 * 4 * 16
+    assert (none - some) / (2 * N) >= inner + 2 * channels
+    assert_same_bits(*(gradients(model, attend) for model in models))
 
 
 def test_moe_target_drops_everything_routed():

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import family_card
 from runs import UNEVALUATED, rows, run
 from tiny import moe_card, random_model
 
@@ -15,6 +16,7 @@ from prl.config.schema import InferenceConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
+from prl.models.adapters.lora import cast_parameters
 from prl.models.layers.decoder import Decoder
 
 
@@ -61,6 +63,24 @@ def test_more_experts_than_a_byte_holds_and_a_layer_without_any() -> None:
     result = report(model, sampled)
     assert result["rerouted"] == 0
     assert result["largest KL with"] < 1e-6
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2", "deepseek_v3", "glm_moe_dsa shared choices", "nemotron_h"])
+def test_every_family_replays_the_choices_of_its_engine(name: str) -> None:
+    """In bfloat16, where engine and trainer choose otherwise now and then; latents are absorbed in the one alone."""
+    model = random_model(family_card(name, num_experts=64)).requires_grad_(False).eval()
+    cast_parameters(model, torch.bfloat16, requires_grad=False)
+    sampled = sampled_by(model)
+    _, used = score(model, sampled, replay=True)
+    given = torch.from_numpy(np.concatenate([s.routed[s.num_prompt - 1 :] for s in sampled]).astype(np.int64))
+    layers = list(model.card.sparse_layers)
+    torch.testing.assert_close(used.long()[:, layers], given[:, layers])
+    result = report(model, sampled)
+    if model.card.index_topk:  # of the same form in both: nothing is rounded otherwise
+        assert result["KL with"] == result["KL without"] < 1e-6
+    else:
+        assert result["rerouted"] > 0.01
+        assert result["KL with, rerouted"] < result["KL without, rerouted"] / 3
 
 
 @pytest.mark.slow

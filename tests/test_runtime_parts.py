@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,7 @@ def test_a_damaged_plan_is_written_anew_by_its_own_point_only(tmp_path: Path, to
 
 def test_a_full_disk_leaves_no_directory(tmp_path: Path, small_disk: Path) -> None:
     fill_bytes(small_disk)
-    with pytest.raises(UserError, match="cannot be made: No space left on device"):
+    with pytest.raises(UserError, match="The disk is full"):
         claim(plan_of(f"output_dir={small_disk / 'run'}"))
     assert not (small_disk / "run").exists()
 
@@ -212,6 +214,30 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"\xff\n" + b"".join(b"line %d\n" % i for i in range(9999)))
     assert log_tail(tmp_path / "log", 2) == ("line 9997", "line 9998")
     assert log_tail(tmp_path / "absent") == ()
+
+
+def test_the_tail_of_a_log_that_ends_in_a_crash_has_its_reason(tmp_path: Path) -> None:
+    """As faulthandler and libstdc++ write them: the reason stands above the stacks of all threads."""
+    script = (
+        "import faulthandler, os, sys, threading\n"
+        "faulthandler.enable()\n"
+        "def deep(n):\n    deep(n - 1) if n else os.abort()\n"
+        "for _ in range(4):\n    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "print('step 3', file=sys.stderr)\n"
+        "print('terminate called: [enforce fail at /pytorch/third_party/gloo/x.cc:1] 8 vs 4', file=sys.stderr)\n"
+        "deep(50)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    (tmp_path / "log").write_bytes(done.stderr)
+    tail = log_tail(tmp_path / "log")
+    assert tail[0] == "step 3"
+    assert "third_party/gloo" in tail[1]
+    assert any(line.startswith("Fatal Python error: Aborted") for line in tail)
+    assert "in deep" in tail[-1]
+    assert len(tail) <= 20
+    assert classify("trainer", done.returncode, {}, tail, 0) == "collective"
+    (tmp_path / "log").write_bytes(done.stderr + b"a later process\n" * 30)  # the crash was of an earlier one
+    assert log_tail(tmp_path / "log") == ("a later process",) * 20
 
 
 # --- environment ------------------------------------------------------------------------------------------------------

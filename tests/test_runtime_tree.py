@@ -23,7 +23,7 @@ from prl.metrics.reader import read_rows
 from prl.planning.planner import make_plan
 from prl.runtime.directory.checkpoints import steps
 from prl.runtime.directory.rundir import is_locked
-from prl.runtime.process.environment import ALLOCATORS, child_environment
+from prl.runtime.process.environment import ALLOCATORS, WAIT_VARIABLES, child_environment
 
 SLOW_STEPS = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
 STAYING = {name: {"step_s": 0.1, "stay_at": 5} for name in ("orchestrator", "trainer/0")}  # it is hit before its end
@@ -86,8 +86,17 @@ def test_children_get_threads_and_marker_but_no_token(start: Start) -> None:
     log = (root.run_dir / "logs" / "trainer.0.0.log").read_text()
     environment = json.loads(next(line for line in log.splitlines() if line.startswith("ENV"))[4:])
     assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE", "spinning threads take the cores from others on this machine"
     assert environment["PRL_RUN_MARKER"]
     assert not any("token" in name.lower() and name.startswith("PRL") for name in environment)
+
+
+@pytest.mark.parametrize("name", WAIT_VARIABLES)
+def test_how_threads_wait_is_the_users_to_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plan = make_plan(compose([]))
+    assert child_environment(plan, plan.roles[0], "marker")["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv(name, "1")
+    assert "OMP_WAIT_POLICY" not in child_environment(plan, plan.roles[0], "marker")
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
@@ -220,12 +229,12 @@ def test_shared_memory_of_a_killed_run_is_unlinked_and_no_other(start: Start) ->
         root = start(MANY, script=SLOW_STEPS | {"inference/0": {"segment_beside": others.name}})
         wait_for((root.run_dir / "segment").exists)
         root.await_surveys()
-        segment = Path("/dev/shm") / (root.run_dir / "segment").read_text()
-        assert segment.exists()
+        made = [Path("/dev/shm") / name for name in (root.run_dir / "segment").read_text().split()]
+        assert [path.exists() for path in made] == [True, True]
         root.process.kill()
         root.process.wait()
         root.await_gone()
-        assert not segment.exists()
+        assert [path.exists() for path in made] == [False, False]
         assert (Path("/dev/shm") / others.name).exists()
     finally:
         others.close()

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prl.bench import sparse as bench
-from prl.models.sparse import attention, choice
+from prl.models.sparse import attention, choice, indexer_loss
 from prl.models.sparse.attention import sparse_attention
 from prl.models.sparse.choice import choose_keys
+from prl.models.sparse.indexer_loss import Index, IndexerLoss, with_indexer_loss
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VALUES, TURNED, SCALE = 16, 4, 0.3
@@ -149,3 +150,36 @@ def test_the_measurement_prints_a_row_for_each_length(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0] for row in rows] == ["40", "80"]
     assert all(float(figure) > 0 for row in rows for figure in row[1:6])
+
+
+# --- what indexers learn from -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 30], ids=["a query at a time", "all at once"])
+def test_indexers_are_pulled_towards_the_attention_and_nothing_else_is(block_bytes, monkeypatch):
+    """Against autograd over a dense distribution, with queries that do not count; attention's own gradients stay."""
+    monkeypatch.setattr(indexer_loss, "BLOCK_BYTES", block_bytes)
+    q, latents, dout, chosen = random_case(6, 3, 10, 4)
+    generator = torch.Generator().manual_seed(1)
+    index = Index(
+        *(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 2, 5), (6, 2), (10, 5)))
+    )
+    leaves = [t.clone().requires_grad_() for t in (q, latents, *index)]
+    rows, weight = torch.tensor([0, 2, 3, 5]), 0.3
+
+    mask = torch.zeros(6, 11, dtype=torch.bool).scatter_(1, chosen.long().where(chosen >= 0, 10), True)[:, :10]
+    scores = torch.einsum("nhw,sw->nhs", q, latents) * SCALE
+    target = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1).mean(1)
+    dots = torch.einsum("njd,sd->njs", leaves[2], leaves[4]).relu()
+    predicted = torch.einsum("nj,njs->ns", leaves[3], dots).masked_fill(~mask, float("-inf")).softmax(-1)
+    ratio = torch.where(mask, target / predicted.where(mask, 1.0), 1.0)
+    divergence = (target * ratio.log()).sum(-1)[rows].sum()
+    wanted = torch.autograd.grad(weight * divergence, leaves[2:])
+    plain = torch.autograd.grad(sparse_attention(*leaves[:2], chosen, VALUES, SCALE), leaves[:2], dout)
+
+    loss = IndexerLoss(rows, weight, torch.zeros((), dtype=torch.float64))
+    out = sparse_attention(*leaves[:2], chosen, VALUES, SCALE)
+    out = with_indexer_loss(out, Index(*leaves[2:]), (*leaves[:2], chosen, SCALE), loss)
+    for ours, theirs in zip(torch.autograd.grad(out, leaves, dout), (*plain, *wanted), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(loss.total, divergence.detach())

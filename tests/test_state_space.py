@@ -12,6 +12,7 @@ from prl.inference.sequences import Request
 from prl.models.adapters.lora import cast_parameters
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.documents import attend_documents
+from prl.models.state_space.convolution import Documents, convolve_documents
 from prl.models.state_space.documents import mix_documents
 from prl.models.state_space.mixer import Channels, Decay, draw_decay
 from prl.models.state_space.scan import scan, step
@@ -79,14 +80,59 @@ def test_fast_decays_over_many_chunks_stay_exact_in_float32():
     assert last.isfinite().all()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("programs", [1, 10**6], ids=["heads of a group together", "one by one"])
+@pytest.mark.parametrize(("tokens", "sizes"), [(64, (64, 128)), (300, (64, 128)), (300, (64, 64)), (300, (128, 128))])
+def test_the_kernels_on_a_gpu_do_as_what_is_written_out(tokens, sizes, programs, monkeypatch):
+    """In bfloat16 against float64, all gradients, with documents that begin anywhere and a state that comes in."""
+    from prl.models.state_space import scan_kernels
+
+    monkeypatch.setattr(scan_kernels, "PROGRAMS", programs)
+    for name, size in {"HEADS": 8, "SIZE": sizes[0], "STATE": sizes[1]}.items():
+        monkeypatch.setitem(globals(), name, size)
+    inputs, starts = scan_inputs(tokens)
+    grads = numbers(ROWS, tokens, 8, sizes[0], seed=8), numbers(ROWS, 8, *sizes, seed=9)
+    narrow = torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32
+    given = [t.detach().cuda().to(dtype).requires_grad_() for t, dtype in zip(inputs, narrow, strict=True)]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    results = []
+    for parts in (given, given, exact):
+        y, state = scan(*parts[:6], starts.cuda(), parts[6])
+        loss = (y.double() * grads[0].cuda()).sum() + (state.double() * grads[1].cuda()).sum()
+        results.append((y, state, *torch.autograd.grad(loss, parts)))
+    for ours, again, wanted in zip(*results, strict=True):
+        assert torch.equal(ours, again)
+        assert (ours.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernels_of_the_convolution_do_as_what_is_written_out():
+    """In bfloat16 against float64, with documents shorter than the taps, and x a slice of something wider."""
+    documents = [1, 2, 3, 700, 5, 90]
+    wide, weight, bias, dy = (
+        numbers(sum(documents), 500),
+        numbers(300, 4, seed=1),
+        numbers(300, seed=2),
+        numbers(sum(documents), 300, seed=3),
+    )
+    results = []
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float64):
+        parts = [t.cuda().bfloat16().to(dtype).requires_grad_() for t in (wide, weight, bias)]
+        y = convolve_documents(parts[0][:, 100:400], *parts[1:], Documents(documents, torch.device("cuda")))
+        results.append((y, *torch.autograd.grad(y, parts, dy.cuda().bfloat16().to(dtype))))
+    for ours, again, wanted in zip(*results, strict=True):
+        assert torch.equal(ours, again)
+        assert (ours.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
 def test_documents_of_a_row_know_nothing_of_each_other():
     lengths, channels = [70, 1, 2, 130], 8 * 4 + 2 * 2 * 8
     weights = Channels(numbers(channels, 4), numbers(channels, seed=1), -numbers(8, seed=2).exp(), numbers(8, seed=3),
                        head_dim=4, groups=2, state=8)  # fmt: skip
     xbc, dt = numbers(sum(lengths), channels, seed=4), numbers(sum(lengths), 8, seed=5).exp()
-    packed = mix_documents(lengths, CPU)(0, xbc, dt, weights)
+    packed = mix_documents(lengths, CPU)(0, xbc, dt, weights, convolve_documents)
     alone = [
-        mix_documents([n], CPU)(0, part, steps, weights)
+        mix_documents([n], CPU)(0, part, steps, weights, convolve_documents)
         for n, part, steps in zip(lengths, xbc.split(lengths), dt.split(lengths), strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(alone))
@@ -101,8 +147,11 @@ def test_heads_and_their_groups_can_be_shared_out(groups, repeats):
     xbc, dt = numbers(50, channels, seed=4), numbers(50, 8, seed=5).exp()
     mix = mix_documents([20, 30], CPU)
     parts = weights.shares(xbc, 2, repeats)
-    shares = [mix(0, parts[rank], dt[:, 4 * rank : 4 * rank + 4], weights.share(rank, 2, repeats)) for rank in range(2)]
-    torch.testing.assert_close(torch.cat(shares, dim=1), mix(0, xbc, dt, weights))
+    shares = [
+        mix(0, parts[rank], dt[:, 4 * rank : 4 * rank + 4], weights.share(rank, 2, repeats), convolve_documents)
+        for rank in range(2)
+    ]
+    torch.testing.assert_close(torch.cat(shares, dim=1), mix(0, xbc, dt, weights, convolve_documents))
 
 
 def test_what_states_decay_by_begins_as_in_mamba_and_stays_in_float32():

@@ -80,12 +80,30 @@ def test_no_process_outlives_its_run(tmp_path: Path, state: str) -> None:
     assert Store(tmp_path).overview()["runs"][0]["roles"] == {"wandb": "ended", "env/a": "exited"}
 
 
+@pytest.mark.parametrize(("listed", "told"), [(False, "to go on: the same command"), (True, "command goes on with it")])
+def test_a_stopped_run_says_how_it_goes_on(tmp_path: Path, listed: bool, told: str) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"}, state="stopped")
+    if listed:
+        (tmp_path / "s/sweep.json").write_text("{}")
+    assert told in render(run)[0]
+
+
 def test_a_long_cause_is_whole_in_the_runs_own_view(tmp_path: Path) -> None:
     run, cause = make_run(tmp_path / "s/run", {"seed": "1"}), "w" * 3 * WHY_WIDTH
     change_status(run, state="failed", failure={"class": "code", "role": "trainer/0", "message": cause})
     assert cause in render(run)[0]
     assert max(map(len, render(tmp_path / "s")[0].split("  "))) <= WHY_WIDTH
     assert render(tmp_path / "s")[0].endswith("w…")
+
+
+@pytest.mark.parametrize("directory", ["s", "./s", "{}/s"])
+def test_files_below_are_named_short_and_others_whole(tmp_path: Path, monkeypatch, directory: str) -> None:
+    make_run(tmp_path / "s/run", {"seed": "1"}, state="failed")
+    monkeypatch.chdir(tmp_path)
+    asked = Path(directory.format(tmp_path))
+    cause = f"/a/s/y: {asked}/run/x"
+    change_status(tmp_path / "s/run", failure={"class": "node", "role": "root", "message": cause})
+    assert render(asked)[0].endswith("node: root: /a/s/y: run/x")
 
 
 def test_engines_that_are_left_out_are_in_the_status_and_on_the_page(tmp_path: Path) -> None:

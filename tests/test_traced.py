@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -89,6 +90,40 @@ def test_a_wrong_key_of_a_job_of_ones_own_names_the_file(own, tmp_path, monkeypa
     assert plan(monkeypatch, capsys, "--config-dir", str(tmp_path), "-cn", "mine") == ""
 
 
+LEFT = f"{HEADER}max_steps: ???\noptim:\n  lr: ???\n"
+
+
+@pytest.mark.parametrize("multirun", [[], ["-m", "seed=1,2"]])
+def test_what_a_file_leaves_to_its_user_is_asked_for(own, tmp_path, monkeypatch, capsys, multirun):
+    path = own("overlay/mine.yaml", LEFT)
+    said = plan(monkeypatch, capsys, "--config-dir", str(tmp_path), "+overlay=mine", *multirun)
+    assert "max_steps has no value." in said
+    assert f"where: max_steps=???, said by {path}, line 2" in said
+    assert f"where: optim.lr=???, said by {path}, line 4" in said
+    words = ["+overlay=mine", *multirun, "max_steps=3"]
+    assert "max_steps" not in plan(monkeypatch, capsys, "--config-dir", str(tmp_path), *words)
+    assert plan(monkeypatch, capsys, "--config-dir", str(tmp_path), *words, "optim.lr=1e-3") == ""
+
+
+def test_a_choice_of_its_group_gives_no_key(own, tmp_path, monkeypatch, capsys):
+    own("overlay/mine.yaml", LEFT)
+    words = ["--config-dir", str(tmp_path), "+overlay=mine", "max_steps=3"]
+    assert "optim.lr has no value." in plan(monkeypatch, capsys, *words, "optim=adamw")
+    assert plan(monkeypatch, capsys, *words, "optim=adamw", "optim={lr: 0.1}") == ""
+
+
+def test_another_file_may_give_it(own, tmp_path, monkeypatch, capsys):
+    own("overlay/mine.yaml", LEFT)
+    own("overlay/more.yaml", f"{HEADER}max_steps: 4\noptim: {{lr: 0.1}}\n")
+    assert plan(monkeypatch, capsys, "--config-dir", str(tmp_path), "+overlay=[mine,more]") == ""
+
+
+def test_a_swept_key_is_given(own, tmp_path, monkeypatch, capsys):
+    own("overlay/mine.yaml", f"{HEADER}max_steps: ???\n")
+    words = ["+overlay=mine", "-m", "max_steps=2,3"]
+    assert plan(monkeypatch, capsys, "--config-dir", str(tmp_path), *words) == ""
+
+
 # --- everything at once -----------------------------------------------------------------------------------------------
 
 
@@ -113,6 +148,14 @@ def test_all_that_is_wrong_with_a_command_line_is_told_at_once(monkeypatch, caps
     assert len(wheres) == len(wrong), said
     for key in wrong:
         assert any(where.startswith(key) for where in wheres), said
+
+
+def test_keys_of_a_launcher_are_read_beside_a_line_that_nobody_can_read(tmp_path):
+    """In a process of its own: before anything was composed, Hydra knows the launcher of the original package alone."""
+    words = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=2", "hydra.launcher.dry_run=true", "seed=["]
+    command = [sys.executable, "-m", "prl.rl", *words]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False).stderr
+    assert [one for one in said.splitlines() if one.startswith("  where:")] == ["  where: seed=["]
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,11 @@ def test_samples_of_several_turns_reach_the_trainer_in_place():
     for length in (9, 7):
         documents = [to_document(s, rollout, length) for s in rollout.samples]
         (rank,) = pack_for_ranks(documents, 16, 1)
-        (micro,) = TrainBatch.from_bytes(TrainBatch(1, rank, 1, 1).to_bytes()).micro_batches
+        (micro,) = TrainBatch.from_bytes(bytes(TrainBatch(1, rank, 1, 1).to_message())).micro_batches
         assert sets_of(micro.kept) == [*whole[:length], [], []]
     (rank,) = pack_for_ranks([to_document(plain, rollout, 9)], 16, 1)
     assert rank[0].kept is None
-    assert b"kept" not in TrainBatch(1, rank, 1, 1).to_bytes()
+    assert b"kept" not in bytes(TrainBatch(1, rank, 1, 1).to_message())
 
 
 # --- the built-in engine ----------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ HALF, QUARTER = np.log(0.5), np.log(0.25)
 def test_engines_say_in_their_own_ways_what_they_kept(choice, expected):
     generation, body = ask(**choice)
     assert sets_of(generation.kept) == expected
-    assert body["sampling_params"]["extra_args"] == {"kept_tokens": True}
+    assert body["sampling_params"]["extra_args"] == {"kept_tokens": True, "frames": True}
 
 
 def test_an_engine_that_does_not_say_it_ends_the_run_with_what_to_do():
@@ -211,7 +211,8 @@ def test_nobody_is_asked_where_nothing_is_truncated():
 
     generation, body = asyncio.run(scenario())
     assert generation.kept is None
-    assert body["sampling_params"].keys().isdisjoint({"extra_args", "kept_tokens"})
+    assert body["sampling_params"].keys().isdisjoint({"kept_tokens"})
+    assert body["sampling_params"]["extra_args"] == {"frames": True}
     assert body["sampling_params"]["logprobs"] == 0
 
 

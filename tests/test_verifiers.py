@@ -218,7 +218,8 @@ def test_verifiers_own_client_is_served(tmp_path, monkeypatch):
     """Evaluation without us, by HTTP: token ids and log-probabilities arrive, a prompt too long is recognised."""
     monkeypatch.setenv("PRL_TEST_KEY", TOKEN)
     env = vf.load_environment("vf_letters")
-    asked = {"max_tokens": 8, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    body = {"return_token_ids": True, "seed": 1, "min_tokens": 8}  # one whose answer has something to show
+    asked = {"max_tokens": 8, "logprobs": True, "extra_body": body}
     with running_server(["inference.max_model_len=48"], tmp_path, job="rl") as server:
         config = ClientConfig(api_key_var="PRL_TEST_KEY", api_base_url=f"http://127.0.0.1:{server.port}/v1")
 

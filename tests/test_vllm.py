@@ -36,8 +36,9 @@ from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.decoder import Decoder
 from prl.orchestrator.concurrency import EngineLoad
 from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engine_requests import PAUSE
 from prl.orchestrator.engine_watch import parse_loads
-from prl.orchestrator.engines import PAUSE, EnginePool
+from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.transport.weights import Publisher
 
@@ -118,6 +119,18 @@ def test_flat_logprobs_are_the_same_numbers(server: Server) -> None:
     assert two[0]["token_logprobs"] != two[1]["token_logprobs"]
     (top,) = server.http.generate("t", temperature=0.0, flat_logprobs=True, logprobs=2).body["choices"]
     assert len(top["logprobs"]["content"][0]["top_logprobs"]) == 2  # more than numbers were asked for
+
+
+def test_frames_hold_the_same_numbers(server: Server) -> None:
+    asked = {"flat_logprobs": True, "n": 2, "seed": 3}
+    plain = server.http.generate("f", **asked).body
+    framed = server.http.generate("g", **asked, extra_args={"frames": True}).body
+    assert framed["usage"] == plain["usage"]
+    for one, other in zip(framed["choices"], plain["choices"], strict=True):
+        assert one["token_ids"].tolist() == other["token_ids"]
+        assert one["token_logprobs"] == pytest.approx(other["token_logprobs"], abs=1e-4)
+        numbers = {"token_ids": 0, "token_logprobs": 0}
+        assert one | numbers == other | numbers
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.5}, {"min_p": 0.3}], ids=["top_k", "top_p", "min_p"])

@@ -49,10 +49,11 @@ def first_model(server: Server) -> tuple[Path, Decoder]:
 
 
 @pytest.mark.exhaustive
-def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_name", ["tiny_qwen3", "tiny_llama"])
+def test_adapters_alone_reach_the_engine_and_replace_each_other(tmp_path: Path, model_name: str) -> None:
     """Without the adapter, or with the one before, mismatch KL is 5e-3 from the second step on (tried)."""
     small = ["max_steps=3", "algo.batch_size=16", "algo.group_size=4", "eval=none", "ckpt=none", "warm_start=none"]
-    lora = ["model=tiny_qwen3", "memory=lora", "weight_transport=lora", "algo=sync", "optim.lr=0.05"]
+    lora = [f"model={model_name}", "memory=lora", "weight_transport=lora", "algo=sync", "optim.lr=0.05"]
     done = run([*SMALL, *small, *lora, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run"], tmp_path)
     assert done.code == 0, done.output
     steps = [row for row in rows(tmp_path / "run", "trainer.0") if "mismatch_kl_mean" in row]

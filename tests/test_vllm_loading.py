@@ -49,20 +49,20 @@ def vllm_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def vllm_models(path: Path) -> Iterator[Any]:
+def vllm_models(path: Path, dtype: str = "float32") -> Iterator[Any]:
     """`make()`: another model of vLLM's for this checkpoint, of arbitrary numbers, as loaders want it."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    args = EngineArgs(model=str(path), dtype="float32", enforce_eager=True, skip_tokenizer_init=True)
+    args = EngineArgs(model=str(path), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     config = args.create_engine_config()
     config.compilation_config.static_forward_context.clear()
 
     def make() -> tuple[nn.Module, Any]:
         config.compilation_config.static_forward_context.clear()
-        with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)):
             return initialize_model(config), config.model_config
 
     with set_current_vllm_config(config):
@@ -86,9 +86,14 @@ def arriving(named: list[tuple[str, Tensor]]) -> Iterator[Chunk]:
         buckets[number % 2].fill_(255)
 
 
-@pytest.fixture(params=["tiny_qwen3", "tiny_qwen3_moe"])
+LATENT = ["model.card.kv_lora_rank=512", "model.card.qk_rope_head_dim=64", "model.card.head_dim=96"]
+MODELS = ["tiny_llama", "tiny_qwen3", "tiny_qwen3_moe", "tiny_glm4_moe", "tiny_deepseek_v3", "tiny_glm4_moe_lite"]
+
+
+@pytest.fixture(params=MODELS)
 def overrides(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    return [f"cache_dir={tmp_path}", f"model={request.param}"]
+    latent = LATENT if request.param in ("tiny_deepseek_v3", "tiny_glm4_moe_lite") else []
+    return [f"cache_dir={tmp_path}", f"model={request.param}", *latent]
 
 
 def test_copies_are_those_of_vllms_loaders(vllm_ranks: None, tmp_path: Path, overrides: list[str]) -> None:
@@ -126,6 +131,40 @@ def test_a_reload_does_not_rely_on_what_buckets_held(vllm_ranks: None, tmp_path:
         WeightLoader(served, model_config, in_place=False).load(arriving(weights(path, overrides, 1)))
         assert torch.equal(outputs(served), outputs(expected))
         assert_same(served, expected)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("model", ["tiny_glm4_moe", "tiny_deepseek_v3"])
+def test_corrections_of_routers_stay_exact_in_a_bfloat16_engine(
+    vllm_ranks: None, tmp_path: Path, model: str, in_place: bool
+) -> None:
+    """As large as Nemotron 3's, whose differences bfloat16 does not have."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from prl.inference.vllm.loading import WeightLoader
+
+    config = compose([f"cache_dir={tmp_path}", f"model={model}", *(LATENT if "deepseek" in model else [])])
+    path = resolve_model_path(config.model, tmp_path)
+    trained = load_model(path, config.model.card, torch.float32, torch.device("cpu"))
+    for bias in trained.checkpoint_buffers().values():
+        bias.copy_(57 + 0.04 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))
+    sent = dict(hf_tensors(trained, torch.bfloat16))  # as the trainer sends with model.dtype=bfloat16
+    with vllm_models(path, "bfloat16") as make:
+        served, model_config = make()
+        if not in_place:
+            served.load_weights(iter(sent.items()))
+            process_weights_after_loading(served, model_config, torch.device("cpu"))
+            with torch.no_grad():
+                for name, param in served.named_parameters():
+                    if name.endswith("e_score_correction_bias"):
+                        param.zero_()
+        WeightLoader(served, model_config, in_place).load(arriving(list(sent.items())))
+    there = {name: param for name, param in served.named_parameters() if name.endswith("e_score_correction_bias")}
+    assert len(there) == len(config.model.card.sparse_layers) > 0
+    for name, bias in there.items():
+        assert bias.dtype == torch.float32
+        assert torch.equal(bias, sent[name])
+        assert not torch.equal(bias, bias.bfloat16().float())
 
 
 def test_a_rank_gets_its_part() -> None:

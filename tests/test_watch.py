@@ -166,7 +166,7 @@ def test_states_and_causes_by_point(sweep: Path) -> None:
     states = {Path(run["name"]).name: (run["state"], run["why"]) for run in found["runs"]}
     assert states["lr-0.1-seed-1"] == ("done", "")
     assert states["failed"] == ("failed", "oom: trainer/0: <b>out</b> of memory")
-    assert states["never"] == ("missing", "")
+    assert states["never"] == ("planned", "")  # no submission has named it
     alarms = {Path(run["name"]).name: [alarm["kind"] for alarm in run.get("alarms", [])] for run in found["runs"]}
     assert (alarms["failed"], alarms["lr-0.1-seed-1"]) == (["truncated"], [])
 
@@ -179,6 +179,23 @@ def test_seeds_are_one_curve_with_an_interval(sweep: Path) -> None:
     assert (step, seeds) == (6, 2)
     assert mean == pytest.approx(1.015)
     assert half == pytest.approx(12.706 * 0.01 / 2, rel=1e-3)  # t(0.975, 1) s/√2, of 1.01 and 1.02
+
+
+def test_a_point_whose_metrics_were_cut_is_named_and_not_drawn(tmp_path: Path) -> None:
+    for seed in ("1", "2", "3"):
+        make_run(tmp_path / f"s/seed-{seed}", {"seed": seed})
+    with (tmp_path / "s/seed-3/metrics/trainer.0.jsonl").open("r+b") as file:
+        file.truncate(50)
+    _, overview = view(tmp_path, "overview")
+    runs = {Path(run["name"]).name: run for run in overview["runs"]}
+    assert (runs["seed-3"]["state"], runs["seed-2"]["state"]) == ("unreadable", "done")
+    assert "ends at step 0, and status.json says that step 6 was reached: it was cut" in runs["seed-3"]["why"]
+    _, found = view(tmp_path, "sweep", sweep="s")
+    assert [fault.partition(":")[0] for fault in found["faults"]] == ["seed-3 is not drawn"]
+    seeds = {point[3] for chart in found["charts"] for line in chart["lines"] for point in line["points"]}
+    assert seeds == {2}
+    _, alone = view(tmp_path, "run", run="s/seed-3")
+    assert "it was cut" in alone["state"]["why"]
 
 
 def test_a_run_s_curves_and_the_timeline_of_a_step(sweep: Path) -> None:

@@ -100,7 +100,7 @@ def train_step(policy: Policy, step: int, bad: bool = False) -> tuple[float, flo
     loss = 0.0
     for index in deal_rows([row.num_tokens for row in rows], world.data_ranks)[world.data_rank]:
         micro = rows[index] if index >= 0 else padding_micro_batch(rows[0])
-        share = -policy.forward(micro).logp.sum() / targets
+        share = -policy.forward(micro, loss_tokens=targets).logp.sum() / targets
         (share * float("nan") if bad and world.rank == 0 else share).backward()
         loss += share.item()
     norm = policy.optimizer_step(step).grad_norm

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.metrics import rollouts as files
-from prl.orchestrator.rollout import Rollout, Sample
+from prl.orchestrator.rollout import Generation, Rollout, Sample
 
 START_S = 1_790_000_000.0
 
@@ -20,10 +20,8 @@ def make_rollout(
     sample = Sample()
     sample.append_prompt(list(prompt.encode()))
     ids = list(text.encode())
-    sample.input_ids += ids
-    sample.loss_mask += [True] * len(ids)
-    sample.logp_infer += [-0.5 - 0.01 * i for i in range(len(ids))]
-    sample.versions += [version] * len(ids)
+    logprobs = [-0.5 - 0.01 * i for i in range(len(ids))]
+    sample.append_generation(Generation(ids, logprobs, [version] * len(ids), "stop", None))
     said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
     known = {"env": "reverse_text", "task": "train/1", "turns": 1, "truncated": False}
     counts = {"prompt_tokens": len(prompt.encode()), "completion_tokens": len(ids)}

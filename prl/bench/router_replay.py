@@ -14,12 +14,14 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prl.config import compose
+from prl.config.config_json import check_card
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.envs.protocol import Environment
@@ -27,7 +29,6 @@ from prl.envs.reverse_text import ReverseText
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.inference.server import load_engine
-from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.device import pick_device
@@ -36,7 +37,7 @@ from prl.models.layers.decoder import Decoder
 from prl.models.layers.documents import attend_documents
 from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import load_tokenizer
-from prl.planning.vllm_arguments import cpu_arguments
+from prl.planning.vllm_arguments import config_overrides, cpu_arguments, cpu_environment
 from prl.trainer.head.head import logprob_head
 from prl.trainer.losses import mismatch_kl
 
@@ -82,7 +83,11 @@ def sample_vllm(config: RunConfig, path: Path, prompts: list[list[int]]) -> list
     import vllm
     from vllm.platforms import current_platform
 
-    arguments = cpu_arguments(config, tp=1) if current_platform.is_cpu() else {"enforce_eager": True}
+    on_cpu = current_platform.is_cpu()
+    os.environ.update(cpu_environment(config) if on_cpu else {})
+    arguments: dict[str, Any] = cpu_arguments(config, tp=1) if on_cpu else {"enforce_eager": True}
+    if overrides := config_overrides(config):
+        arguments["hf_overrides"] = overrides
     llm = vllm.LLM(
         model=str(path),
         dtype=config.model.dtype,
@@ -92,29 +97,32 @@ def sample_vllm(config: RunConfig, path: Path, prompts: list[list[int]]) -> list
         logprobs_mode="processed_logprobs",
         **arguments,
     )
-    seen: list[list[Tensor]] = [[] for _ in range(config.model.card.num_hidden_layers)]
+    card = config.model.card
+    seen: dict[int, list[Tensor]] = {layer: [] for layer in card.sparse_layers}
     llm.apply_model(partial(_listen, seen))
     sampled = []
     for i, prompt in enumerate(prompts):
-        for rows in seen:
+        for rows in seen.values():
             rows.clear()
         params = vllm.SamplingParams(seed=i, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
         (result,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         output = result.outputs[0]
         ids = list(output.token_ids)
         logprobs = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
-        routed = torch.stack([torch.cat(rows) for rows in seen], dim=1).numpy()
+        by_layer = {layer: torch.cat(rows) for layer, rows in seen.items()}
+        none = torch.zeros_like(next(iter(by_layer.values())))  # of layers without experts
+        routed = torch.stack([by_layer.get(i, none) for i in range(card.num_hidden_layers)], dim=1).numpy()
         assert len(routed) == len(prompt) + len(ids) - 1, f"{len(routed)} rows"
         sampled.append(Sampled(prompt + ids, len(prompt), logprobs, routed))
     return sampled
 
 
-def _listen(seen: list[list[Tensor]], model: torch.nn.Module) -> None:
-    """Have each layer's router leave the experts [N, K] of every step in `seen`."""
+def _listen(seen: dict[int, list[Tensor]], model: torch.nn.Module) -> None:
+    """Have the router of each layer with experts leave the experts [N, K] of every step in `seen`."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
-    assert sorted(runner.layer_id for runner in runners) == list(range(len(seen)))
+    assert sorted(runner.layer_id for runner in runners) == sorted(seen)
     for runner in runners:
         runner.router.set_capture_fn(partial(_keep, seen[runner.layer_id]))
 

@@ -110,10 +110,10 @@ class TrainerBench:
         denominator = loss_denominator(algo, trained, documents)
 
         def rl(row: MicroBatch) -> Tensor:
-            return backward_rl(algo, row, self.policy.forward(row), denominator)[0][0]
+            return backward_rl(algo, row, self.policy.forward(row, loss_tokens=trained), denominator)[0][0]
 
         def sft(row: MicroBatch) -> Tensor:
-            loss = -self.policy.forward(row).logp.sum() / trained
+            loss = -self.policy.forward(row, loss_tokens=trained).logp.sum() / trained
             loss.backward()
             return loss.detach()
 

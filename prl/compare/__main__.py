@@ -17,11 +17,13 @@ from prl.compare.table import fill_note, render_csv, render_json, render_text
 from prl.compare.targets import labels, read_targets
 from prl.config.console import leave_told, one_line, shield_console
 from prl.config.errors import UserError
+from prl.config.place_names import a_path
 
 if TYPE_CHECKING:
     from prl.compare.ranking import Comparison
 
 PNG = "compare.png"
+STDOUT = Path("-")
 
 
 def main() -> None:
@@ -41,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "target",
         nargs="+",
+        type=lambda target: str(a_path(target)),
         help="directory of a sweep or run, wandb's own files (offline), or a group of wandb: [[ENTITY/]PROJECT/]GROUP",
     )
     parser.add_argument(
@@ -53,12 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the budget at which points are compared: the most that all finished ones reached (default: steps)",
     )
     parser.add_argument("--phases", action="store_true", help="show what the paid time of each attempt went into")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="write one line per point")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write groups and points")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables for GitHub and the like")
-    parser.add_argument("--latex", type=Path, metavar="PATH", help="write the tables for a paper (booktabs)")
-    parser.add_argument("--html", type=Path, metavar="PATH", help="write a page with curves and sortable tables")
-    parser.add_argument("--png", type=Path, metavar="PATH", help=f"curves (default: {PNG} in the directory)")
+    parser.add_argument("--csv", type=a_path, metavar="PATH", help="write one line per point")
+    parser.add_argument("--json", type=a_path, metavar="PATH", help="write groups and points")
+    parser.add_argument("--markdown", type=a_path, metavar="PATH", help="write the tables for GitHub and the like")
+    parser.add_argument("--latex", type=a_path, metavar="PATH", help="write the tables for a paper (booktabs)")
+    parser.add_argument("--html", type=a_path, metavar="PATH", help="write a page with curves and sortable tables")
+    parser.add_argument("--png", type=a_path, metavar="PATH", help=f"curves (default: {PNG} in the directory)")
     return parser
 
 
@@ -75,6 +78,8 @@ def run(arguments: argparse.Namespace) -> None:
     png = arguments.png or (alone / PNG if len(targets) == 1 and alone.is_dir() else None)
     try:
         written = _write_files(comparison, arguments, png)
+    except BrokenPipeError:  # /dev/stdout, whose reader has seen enough
+        return
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}", fix="name another place") from error
     print("\n" + "\n".join(f"written {one_line(path)}" for path in written) if written else "")
@@ -94,7 +99,9 @@ def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Pat
         (arguments.html, page),
     )
     for path, render in ways:
-        if path is not None:
+        if path == STDOUT:
+            print(render(comparison))
+        elif path is not None:
             path.write_text(render(comparison))
             written.append(path)
     if png is not None and write_png(comparison, png):

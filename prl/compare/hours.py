@@ -13,21 +13,27 @@ from prl.runtime.directory.phases import PHASES, STEPS, UNTOLD, WAITING
 
 @dataclass(frozen=True)
 class PaidHours:
-    """Of one point. `killed`: numbers of the attempts that may have cost more than is known."""
+    """Of one point. `killed`: numbers of the attempts that may have cost more than is known.
+
+    `is_partial`: as a copy tells it, whose last word comes before the end of the run.
+    """
 
     attempts: list[Attempt]
     killed: frozenset[int] = frozenset()
+    is_partial: bool = False
 
     @property
     def at_least(self) -> bool:
-        return bool(self.killed)
+        return bool(self.killed) or self.is_partial
 
     def figures(self) -> dict[str, float]:
-        """GPU hours, and the share of them in trainer steps, which wait for rollouts, if a phase was told at all."""
+        """GPU hours, and the share of them in trainer steps, which wait for rollouts, if a phase was told at all, and
+        the whole is known.
+        """
         paid = sum(attempt.device_hours for attempt in self.attempts)
         if not paid:
             return {}
-        if all(attempt.seconds.keys() <= {UNTOLD} for attempt in self.attempts):
+        if self.is_partial or all(attempt.seconds.keys() <= {UNTOLD} for attempt in self.attempts):
             return {"paid_gpu_hours": paid}
         in_steps = sum(
             attempt.seconds.get(phase, 0.0) * (attempt.devices or 0) / 3600
@@ -56,7 +62,9 @@ def read_paid_hours(path: Path, devices: int | None, state: str) -> PaidHours | 
 
 
 def from_summary(summary: Mapping[str, Any]) -> PaidHours | None:
-    """Of a wandb run, as `prl.runtime.directory.hours.summarise` has put it there: all attempts as one."""
+    """Of a wandb run, as `prl.runtime.directory.hours.summarise` has put it there: all attempts as one. The mirror ends
+    just before the run does, and cannot tell what that costs.
+    """
     values = {phase: summary.get(f"{SUMMARY}/{phase}_s") for phase in PHASES}
     seconds = {phase: float(value) for phase, value in values.items() if isinstance(value, int | float)}
     hours = summary.get(f"{SUMMARY}/gpu_hours")
@@ -64,4 +72,4 @@ def from_summary(summary: Mapping[str, Any]) -> PaidHours | None:
         return None
     total_s = sum(seconds.values())
     devices = hours * 3600 / total_s  # on average, if attempts had different ones
-    return PaidHours([Attempt(1, None, devices, 0.0, total_s, True, seconds)])
+    return PaidHours([Attempt(1, None, round(devices, 3), 0.0, total_s, False, seconds)], is_partial=True)

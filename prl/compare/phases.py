@@ -20,6 +20,9 @@ ABOUT_PHASES = (
 )
 
 
+AT_LEAST = KILLED, NOT_TOLD = "killed", "not told"
+
+
 def phase_table(comparison: Comparison) -> Table:
     """One row per point and attempt, in the order of the points, without phases that none has spent time on."""
     columns = comparison.columns or ["run"]
@@ -34,7 +37,7 @@ def phase_table(comparison: Comparison) -> Table:
             Cell("" if attempt.devices is None else f"{attempt.devices:g}", attempt.devices),
             *(_time(attempt.seconds.get(phase, 0.0)) for phase in shown),
             _time(attempt.paid_s),
-            Cell(f"{attempt.device_hours:.3g}", attempt.device_hours),
+            Cell(f"{'≥ ' * (_ended(point, attempt) in AT_LEAST)}{attempt.device_hours:.3g}", attempt.device_hours),
         ]
         for point, attempt in told
     ]
@@ -54,7 +57,9 @@ def _attempts(point: Point) -> list[Attempt]:
 def _ended(point: Point, attempt: Attempt) -> str:
     assert point.hours is not None
     if attempt.number in point.hours.killed:
-        return "killed"
+        return KILLED
+    if point.hours.is_partial:
+        return NOT_TOLD
     return "yes" if attempt.is_over else "not yet"
 
 

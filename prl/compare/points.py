@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class Point:
     curves: Curves | None = None
     hours: PaidHours | None = None
     run_id: str = ""  # of the run directory, and of wandb's copy of it
+    directory: Path | None = None  # in which the run's own lies; None of wandb's copy
 
     @property
     def figures(self) -> dict[str, float]:
@@ -68,8 +70,8 @@ def read_directory(target: Path) -> list[Point]:
     if holds_run(target):
         return [read_point(target, target.name)]
     listed = _listed_points(target)
-    paths = {path.resolve(): entry for path, entry in listed}
-    found = [path for path in find_runs(target) if path.resolve() not in paths]
+    paths = {os.path.realpath(path) for path, _ in listed}
+    found = [path for path in find_runs(target) if os.path.realpath(path) not in paths]
     points = [read_point(path, _name(path, target), entry) for path, entry in listed]
     points += [read_point(path, _name(path, target)) for path in found]
     if not points:
@@ -103,7 +105,7 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
     told = [f"{failure['class']}: {failure['role']}: {failure['message']}"] if failure else []
     point = Point(
         name=one_line(name),
-        state=_state(path, bool(found), status, faults),
+        state=UNREADABLE if status.get("state") == "done" and faults else _state(path, bool(found), status, faults),
         why=one_line("; ".join([*told, *faults])),
         point_id=one_line(plan["point_id"] or listed.get("point_id", "")),
         job=config.get("job", ""),
@@ -113,6 +115,7 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
         swept={one_line(key): one_line(value) for key, value in swept.items()},
         config=config,
         run_id=str(_read_json(path / ENV).get("run_id", "")),
+        directory=path.parent,
     )
     point.hours = read_paid_hours(path, point.devices, point.state)
     rows = {role: read_rows(path, role) for role in ROLES}
@@ -139,7 +142,15 @@ def _listed_points(target: Path) -> list[tuple[Path, dict[str, Any]]]:
     found = _read_json(target / SWEEP_FILE).get("points")
     entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
     names = [(entry.get("dir"), entry) for entry in entries]
-    return [(target / name, entry) for name, entry in names if isinstance(name, str) and "\0" not in name]
+    return [(target / name, entry) for name, entry in names if isinstance(name, str) and _is_a_name(name)]
+
+
+def _is_a_name(name: str) -> bool:
+    """Whether a file system might have it."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def _name(path: Path, target: Path) -> str:

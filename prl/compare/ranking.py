@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prl.compare.columns import SEED, swept_columns, value_of
+from prl.compare.columns import ABSENT, SEED, swept_columns, value_of
 from prl.compare.curves import AXES, HELD_OUT, TRAINING, Axis, Metric
 from prl.compare.points import Point
 from prl.compare.stats import half_width, holm, mean, welch_p
@@ -16,7 +16,9 @@ CLOSE = 0.95  # of the budget: a value from before that is worth a word
 
 @dataclass
 class Group:
-    """Points with the same values of all columns but the seed. `values` are those of the ranked points."""
+    """Points with the same values of all columns but the seed. `values` are those of the ranked points, one for each
+    seed: runs that repeat one say nothing new of how far seeds differ, and count by their mean.
+    """
 
     key: tuple[str, ...]
     points: list[Point]
@@ -39,6 +41,15 @@ class Group:
         of_all = [p.figures[name] for p in self.points if name in p.figures]
         chosen = of_done or of_all
         return mean(chosen) if chosen else None
+
+    @property
+    def seeds(self) -> dict[str, list[Point]]:
+        """Points by their seed; one whose seed is not known is taken for one of its own."""
+        found: dict[str, list[Point]] = {}
+        for point in self.points:
+            seed = value_of(point, SEED)
+            found.setdefault(point.name if seed == ABSENT else seed, []).append(point)
+        return found
 
     @property
     def costs_more(self) -> bool:
@@ -140,8 +151,11 @@ def _rank(result: Comparison) -> None:
     """Order groups by their mean, and points within a group by theirs; then say what can be told from the best."""
     sign = -1 if result.metric is None or result.metric.higher_is_better else 1
     for group in result.groups:
-        counted = [p.name for p in group.points if p.name in result.ranked and p.name in result.values]
-        group.values = [result.values[name][1] for name in counted]
+        counted = [
+            [p.name for p in points if p.name in result.ranked and p.name in result.values]
+            for points in group.seeds.values()
+        ]
+        group.values = [mean([result.values[name][1] for name in names]) for names in counted if names]
     result.groups.sort(key=lambda g: (not g.values, sign * g.mean if g.mean is not None else 0.0))
     with_values = [group for group in result.groups if group.values]
     for number, group in enumerate(with_values, 1):
@@ -184,6 +198,11 @@ def _add_notes(result: Comparison, ranked: int, job: str) -> None:
     if not result.held_out:
         result.notes.append(
             "No point has a held-out value (eval.interval=0?): ranked by the training value, a weaker claim."
+        )
+    repeated = sorted({seed for group in result.groups for seed, points in group.seeds.items() if len(points) > 1})
+    if repeated:
+        result.notes.append(
+            f"Runs that repeat a seed of their group ({', '.join(repeated)}) count once, by their mean."
         )
     if any(len(group.values) == 1 for group in result.groups) and len(result.groups) > 1:
         result.notes.append("Groups of one seed have no interval, and nothing says that their differences are real.")

@@ -17,6 +17,7 @@ from prl.compare.ranking import Comparison, Group
 from prl.compare.stats import FOOTNOTE
 from prl.runtime.directory.hours import totals
 from prl.runtime.directory.phases import PHASES
+from prl.runtime.people.faults import within
 from prl.runtime.people.view import clock
 
 FIGURES = {  # figure -> heading
@@ -42,7 +43,8 @@ ABOUT_EVALUATIONS = (
 )
 ABOUT_PAID = (
     "paid GPU hours: from allocation to release (without SLURM from the start of the process to its exit), times the "
-    "devices that were held, over all attempts; ≥: an attempt was killed, and its last moments are not known. A CPU "
+    "devices that were held, over all attempts; ≥: an attempt was killed, and its last moments are not known, or it is "
+    "wandb's copy, written before the end of the run, which has no share in steps. A CPU "
     "slot counts as a GPU where there are none. in steps: the share of trainer steps, with waiting for rollouts and "
     "without compilation, evaluation and checkpoints; --phases tells the rest."
 )
@@ -80,7 +82,7 @@ def group_table(comparison: Comparison) -> Table:
     headings = ["rank", *comparison.group_columns, "seeds", value, "± 95 %", "against the best", "p", *shown.values()]
     rows = []
     for group in comparison.groups:
-        ranked, count = len(group.values), len(group.points)
+        ranked, count = len(group.values), len(group.seeds)
         rows.append(
             [
                 _number(group.rank, "d"),
@@ -115,7 +117,7 @@ def point_table(comparison: Comparison) -> Table:
                 Cell(f"{point.step}/{point.max_steps}" if point.max_steps else "-", point.step),
                 _number(comparison.values.get(point.name, (0, None))[1]),
                 *(_figure(name, point.figures.get(name), at_least, _interval(point, name)) for name in shown),
-                *([Cell(point.why[:WHY_WIDTH], point.why)] if with_why else []),
+                *([Cell(_short(point), point.why)] if with_why else []),
             ]
         )
     return Table(headings, rows)
@@ -253,6 +255,12 @@ def _shown_figures(comparison: Comparison) -> dict[str, str]:
     if evaluated:
         others.pop("in_steps", None)  # there are none
     return evaluated | others
+
+
+def _short(point: Point) -> str:
+    """Files as they lie beside each other, for a long path would leave no room for what is wrong with them."""
+    why = point.why if point.directory is None else within(point.directory, point.why)
+    return why if len(why) <= WHY_WIDTH else f"{why[: WHY_WIDTH - 1]}…"
 
 
 def _interval(point: Point, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from prl.compare.points import SWEEP_FILE, Point, read_directory
 from prl.compare.wandb_file import find_files, read_files
 from prl.config.console import one_line
 from prl.config.errors import UserError
-from prl.runtime.directory.files import why_no_object
+from prl.metrics.wandb_mirror import has_key
+from prl.runtime.directory.files import find_directories, refuse_unreadable, why_no_object
 from prl.runtime.directory.status_file import read_status
+from prl.runtime.people.faults import holds_run
 from prl.runtime.process.failures import how_points_go_on
 
 TARGET = "target"  # the column of --by-target
@@ -33,7 +36,7 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
         found = _read(target)
         place = Path(target).expanduser()
         notes += [one_line(why) for why in _damage_of_record(place)]
-        if (place / SWEEP_FILE).exists():
+        if os.path.exists(place / SWEEP_FILE):
             notes += map(one_line, how_points_go_on({point.name: read_status(place / point.name) for point in found}))
         new = [point for point in found if not point.run_id or point.run_id not in known]
         known |= {point.run_id for point in new if point.run_id}
@@ -56,7 +59,8 @@ def labels(targets: Sequence[str]) -> list[str]:
 
 def _read(target: str) -> list[Point]:
     place = Path(target).expanduser()
-    if not place.exists():
+    refuse_unreadable(place)
+    if not os.path.lexists(place):
         return _from_wandb(target)
     files = find_files(place)
     if files and not _holds_runs(place):
@@ -67,21 +71,21 @@ def _read(target: str) -> list[Point]:
 def _damage_of_record(place: Path) -> list[str]:
     """Of a sweep whose list of points cannot be read: those without a directory are not shown."""
     path = place / SWEEP_FILE
-    why = why_no_object(path) if path.exists() else ""
+    why = why_no_object(path) if os.path.lexists(path) else ""
     return [f"{why}; points that have not begun are not shown"] if why else []
 
 
 def _holds_runs(place: Path) -> bool:
     """Whether run directories are there, which know more than wandb does."""
-    return place.is_dir() and next(place.rglob("plan.json"), None) is not None
+    return holds_run(place) or bool(find_directories(place, holds_run))
 
 
 def _from_wandb(target: str) -> list[Point]:
-    if not wandb_source.has_key():
+    if not has_key(os.environ):
         raise UserError(
             f"there is no directory {target}, and wandb cannot be asked for a group of that name",
             where=target,
             why="neither WANDB_API_KEY nor ~/.netrc holds a key",
             fix="name the directory of a sweep, say outputs/sweeps/NAME, or log in: wandb login",
         )
-    return wandb_source.read_group(target, wandb_source.connect())
+    return wandb_source.read_group(target, wandb_source.connect(target))

@@ -23,8 +23,8 @@ FINISHED, CRASHED, RUNNING = "finished", "crashed", "running"
 
 
 @dataclass
-class OfflineRun:
-    """What `prl.compare.wandb_source.read_run` asks of a run of wandb's public API."""
+class WandbRun:
+    """What `prl.compare.wandb_source.read_run` reads, whether it comes from files or from wandb's public API."""
 
     id: str
     name: str = ""
@@ -34,9 +34,6 @@ class OfflineRun:
     summary: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
 
-    def scan_history(self) -> list[dict[str, Any]]:
-        return self.history
-
 
 def find_files(target: Path) -> list[Path]:
     """At any depth, oldest first, so that a resumed run's rows come in the order in which they were made."""
@@ -44,15 +41,15 @@ def find_files(target: Path) -> list[Path]:
     return sorted(files, key=lambda path: (path.parent.name, path))
 
 
-def read_files(files: Iterable[Path]) -> list[OfflineRun]:
+def read_files(files: Iterable[Path]) -> list[WandbRun]:
     """One run for each id; a run that was resumed has several files. Raises UserError for a file that is none."""
-    runs: dict[str, OfflineRun] = {}
+    runs: dict[str, WandbRun] = {}
     for path in files:
-        run: OfflineRun | None = None
+        run: WandbRun | None = None
         for record in read_records(path):
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                run = runs.setdefault(record.run.run_id, OfflineRun(record.run.run_id))
+                run = runs.setdefault(record.run.run_id, WandbRun(record.run.run_id))
                 run.name, run.group, run.state = record.run.display_name, record.run.run_group, RUNNING
                 run.config |= _items(record.run.config.update)
             elif run is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from prl.compare.curves import ROLES, is_number, make_curves
 from prl.compare.hours import from_summary
 from prl.compare.points import Point
+from prl.compare.wandb_file import WandbRun
 from prl.config.errors import UserError
 from prl.metrics.reader import Row
 
@@ -18,16 +19,28 @@ STATES = {"finished": "done", "running": "running", "pending": "not started", "p
 DEFAULT_PROJECT = "prl"
 
 
-def has_key() -> bool:
-    """Whether this machine can ask wandb at all."""
-    netrc = Path("~/.netrc").expanduser()
-    return bool(os.environ.get("WANDB_API_KEY")) or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
+def connect(target: str) -> Any:
+    """A wandb.Api. Raises UserError where wandb does not take the key, or does not answer."""
+    with _asking(target):
+        import wandb
+
+        return wandb.Api()
 
 
-def connect() -> Any:
-    import wandb
-
-    return wandb.Api()
+@contextmanager
+def _asking(target: str) -> Iterator[None]:
+    """Around what only wandb's own code does: it raises its own errors, requests', and those of its service process."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"wandb could not be asked for {target}: {(str(error).splitlines() or [''])[0]}",
+            where="WANDB_API_KEY, WANDB_BASE_URL",
+            why=f"{type(error).__name__}: wandb does not take the key, or cannot be reached from here",
+            fix="wandb login; without a network name directories: outputs/sweeps/NAME, or RUN/wandb",
+        ) from error
 
 
 def read_group(target: str, api: Any) -> list[Point]:
@@ -39,10 +52,11 @@ def read_group(target: str, api: Any) -> list[Point]:
     Raises UserError if the group has no runs, or wandb refuses.
     """
     path, _, group = target.rpartition("/")
-    try:
-        runs = list(api.runs(path or DEFAULT_PROJECT, filters={"group": group}))
-    except ValueError as error:  # what wandb raises for an unknown project
-        raise UserError(f"wandb has no project {path or DEFAULT_PROJECT}", where=target, why=str(error)) from error
+    with _asking(target):
+        try:
+            runs = [_fetch(run) for run in api.runs(path or DEFAULT_PROJECT, filters={"group": group})]
+        except ValueError as error:  # what wandb raises for an unknown project
+            raise UserError(f"wandb has no project {path or DEFAULT_PROJECT}", where=target, why=str(error)) from error
     if not runs:
         raise UserError(
             f"wandb has no run in group {group} of project {path or DEFAULT_PROJECT}",
@@ -52,12 +66,18 @@ def read_group(target: str, api: Any) -> list[Point]:
     return [read_run(run) for run in runs]
 
 
-def read_run(run: Any) -> Point:
-    """One run of wandb's API."""
+def _fetch(run: Any) -> WandbRun:
+    """All of a run of wandb's API, which asks for each part when it is looked at."""
+    summary = dict(getattr(run, "summary", {}))
+    return WandbRun(run.id, run.name, "", run.state, dict(run.config), summary, list(run.scan_history()))
+
+
+def read_run(run: WandbRun) -> Point:
+    """One run, of wandb's API or files."""
     config = {key: value for key, value in run.config.items() if not key.startswith("_")}
     point_id = str(config.pop("point_id", ""))
     devices = _count_devices(config)
-    rows = split_rows(run.scan_history())
+    rows = split_rows(run.history)
     point = Point(
         name=f"{run.name} ({run.id})",
         state=STATES.get(run.state, run.state),
@@ -69,7 +89,7 @@ def read_run(run: Any) -> Point:
         config=config,
         run_id=run.id,
     )
-    point.hours = from_summary(dict(getattr(run, "summary", {})))
+    point.hours = from_summary(run.summary)
     if any(rows.values()):
         point.curves = make_curves(point.job, rows, devices)
         point.step = point.curves.steps[-1]

@@ -14,6 +14,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.config.families import FAMILIES, Family
 from prl.config.hub import fetch_config_json
 from prl.config.keys import as_override
+from prl.config.quantised import quantisation_of
 
 UNNAMED = "auto"
 NO_PATH = UserError(
@@ -22,6 +23,7 @@ NO_PATH = UserError(
     why="its config.json is the card",
     fix="model.path=/path/to/a/Hugging-Face/checkpoint, or a name on the hub",
 )
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")  # those of every model
 FREE = ("max_position_embeddings",)  # what a user may say otherwise than the checkpoint does
 
 
@@ -35,7 +37,7 @@ def complete_card(model: dict[str, Any]) -> None:
         ConfigError: for a config.json that is not to be had, and keys of the user's that contradict it.
     """
     card, path = model.get("card"), model.get("path")
-    if not isinstance(card, dict) or card.get("family") is not None:
+    if not isinstance(card, dict) or (card.get("family") is not None and not _is_left(card, path)):
         return
     if not isinstance(path, str):
         raise ConfigError([NO_PATH])
@@ -47,6 +49,8 @@ def complete_card(model: dict[str, Any]) -> None:
     wrong = [key for key in said if key in facts and key not in FREE and _plain(said[key]) != _plain(facts[key])]
     if wrong:
         raise ConfigError([_contradiction(key, said[key], facts[key], path) for key in wrong])
+    if lacking := [key for key in SIZES if key not in said and key not in facts]:
+        raise ConfigError([_silent(lacking, facts["family"], path)])
     family = FAMILIES.get(facts["family"], Family(""))
     usual = {"cp_styles": family.cp_styles, "ac_targets": family.ac_targets}
     model["card"] = {**usual, **facts, **said}
@@ -54,16 +58,27 @@ def complete_card(model: dict[str, Any]) -> None:
         model["name"] = Path(path).name
 
 
+def _is_left(card: dict[str, Any], path: Any) -> bool:
+    """Whether a card with a family leaves sizes to a checkpoint."""
+    return isinstance(path, str) and any(card.get(key, 1) is None for key in ("num_hidden_layers", "hidden_size"))
+
+
 @functools.cache
 def _facts(path: str) -> dict[str, Any]:
     directory = Path(path).expanduser()
     file = directory / "config.json" if directory.is_dir() else fetch_config_json(path)
     try:
-        return facts_of(json.loads(file.read_text()))
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise TypeError(f"it is a {type(config).__name__}, where an object belongs")
+        quantisation_of(config, file)
+        return facts_of(config)
     except ValidationError as error:
         item = error.errors()[0]
         raise _unreadable(file, f"{'.'.join(map(str, item['loc']))}: {item['msg']}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:  # in words of ours, or of the reader of JSON
+        raise _unreadable(file, str(error)) from error
+    except (OSError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
 
@@ -73,6 +88,17 @@ def _unreadable(file: Path, why: str) -> UserError:
         where=str(file),
         why=why,
         fix="model.path=/path/to/a/Hugging-Face/checkpoint, or a card of yours: model=qwen3_4b model.card.KEY=VALUE",
+    )
+
+
+def _silent(lacking: list[str], family: str, path: str) -> UserError:
+    return UserError(
+        f"config.json of the checkpoint does not say {', '.join(lacking)}.",
+        where=f"model.path={path}",
+        why="it is a card of sizes that must be known"
+        + ("; of other families the names are those that transformers knows, at its top level" * (family == "other")),
+        fix=f"{' '.join(f'model.card.{key}=NUMBER' for key in lacking)}, if it has them under other names; or a "
+        "checkpoint of a language model alone",
     )
 
 

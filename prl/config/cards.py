@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prl.config.errors import UserError
 from prl.config.families import FAMILIES, Family
 from prl.config.schema_model import ModelCard, RopeScaling
 
@@ -30,6 +32,32 @@ OTHER_NAMES = {  # a fact -> further names that checkpoints have for it
     "mamba_n_groups": ("mamba_n_groups",),
     "conv_kernel": ("mamba_d_conv",),
 }
+# the same of families that are transformers' alone: its configurations' `attribute_map`
+FOREIGN_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("n_head", "n_heads", "num_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length"),
+}
+COUNTS = ("rotary_dim", "first_k_dense_replace", "index_topk_freq", "index_skip_topk_offset")  # read besides
+
+
+BUILT_ROPES = ("default", "linear", "llama3", "yarn")
+SAME_LAYERS = {"kimi_k2": "deepseek_v3"}  # model_type of checkpoints -> the family that has their layers
+LARGER = ("kimi_k25",)  # model_type of those whose text model, `text_config`, is read and trained by itself
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the text model, under the family that has its layers."""
+    part = config["text_config"] if is_part_of_a_larger_model(config) else config
+    kind = str(part.get("model_type"))
+    return {**part, "model_type": SAME_LAYERS[kind]} if kind in SAME_LAYERS else part
+
+
+def is_part_of_a_larger_model(config: Mapping[str, Any]) -> bool:
+    """Whether the text model of a checkpoint has its tensors under other names than by itself."""
+    return config.get("model_type") in LARGER
 
 
 def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
@@ -42,6 +70,7 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
         "hidden_act": "silu",
         "dtype": "float32",
         **family.writes,
+        **family.router_facts(card.router_dtype),
         **{family.keys.get(key, key): getattr(card, key) for key in facts if key not in _replaced(family)},
         "rope_theta": card.rope_theta,
     }
@@ -75,14 +104,15 @@ def _replaced(family: Family) -> tuple[str, ...]:
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json says of each fact of the card that it says anything of. `family` is "other" for those that
-    transformers' own code runs.
+    transformers' own code runs. Raises ValueError for what cannot be.
     """
+    config = text_config(config)
     kind = str(config.get("model_type"))
     family = FAMILIES.get(kind, Family(""))
+    _refuse_text(config, family)
     facts: dict[str, Any] = {"family": kind if kind in FAMILIES else "other", **family.always, **family.silent}
     for key in (*COMMON, *family.has):
-        names = (family.keys.get(key, key), *OTHER_NAMES.get(key, ()))
-        found = [config[name] for name in names if config.get(name) is not None]
+        found = [config[name] for name in _names(key, family) if config.get(name) is not None]
         if found and key not in _replaced(family) and key not in ROTARY:
             facts[key] = found[0]
     if family.is_latent:
@@ -106,15 +136,53 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return facts | _rotary_facts(config, facts, family)
 
 
+def _names(key: str, family: Family) -> tuple[str, ...]:
+    """Under which a config.json may have a fact of the card, the family's own first."""
+    foreign = () if family.architecture else FOREIGN_NAMES.get(key, ())
+    return (family.keys.get(key, key), *OTHER_NAMES.get(key, ()), *foreign)
+
+
+def _refuse_text(config: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for "32" where 32 belongs, and "false" where false does: Python would take the second for true,
+    and transformers takes neither.
+    """
+    facts = [name for key in (*COMMON, *family.has, *ROTARY) for name in _names(key, family)]
+    built = [key for key, known in family.builds.items() if not any(isinstance(value, str) for value in known)]
+    names = dict.fromkeys((*facts, *built, *COUNTS))
+    places = {name: config[name] for name in names if name in config and name != "hybrid_override_pattern"}
+    for section in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(section), Mapping):
+            known = (*RopeScaling.model_fields, *ROTARY)
+            places |= {f"{section}.{key}": value for key, value in config[section].items() if key in known}
+    texts = {name: value for name, value in places.items() if not name.endswith(".rope_type") and _has_text(value)}
+    if texts:
+        told = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in texts.items())
+        raise ValueError(f"text stands where numbers, true or false belong, which have no quotes: {told}")
+
+
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and any(isinstance(one, str) for one in value))
+
+
 def _indexer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
     """Of each layer, "full" or "shared": listed, as a pattern of F and S, or every `index_topk_freq`-th full."""
     if config.get("indexer_types"):
-        return list(config["indexer_types"])
+        return _listed(config, "indexer_types", ("full", "shared"), layers)
     pattern = config.get("index_topk_pattern")
     if pattern:
         return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
     every, offset = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
     return ["full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(layers)]
+
+
+def _listed(config: Mapping[str, Any], key: str, kinds: Sequence[str], layers: int) -> list[str]:
+    """One of `kinds` for each layer; `layers` 0: however many. Raises ValueError for another list."""
+    found = list(config[key])
+    if odd := [kind for kind in found if kind not in kinds]:
+        raise ValueError(f"{key} has {odd[0]!r}, and layers are {', '.join(kinds)}")
+    if layers and len(found) != layers:
+        raise ValueError(f"{key} has {len(found)} entries for {layers} layers")
+    return found
 
 
 SIZES_OF = {
@@ -129,17 +197,36 @@ def _layers(config: Mapping[str, Any], silent: str) -> dict[str, Any]:
     """What layers do, and so how many there are, which is what transformers goes by, too; and nothing for the sizes of
     what no layer does, whatever config.json has there.
     """
-    kinds = config.get("layers_block_type") or config.get("layer_types")
-    pattern = "".join(LETTERS[kind] for kind in kinds) if kinds else config.get("hybrid_override_pattern") or silent
+    key = next((key for key in ("layers_block_type", "layer_types") if config.get(key)), None)
+    pattern = (
+        "".join(LETTERS[kind] for kind in _listed(config, key, list(LETTERS), 0))
+        if key
+        else config.get("hybrid_override_pattern") or silent
+    )
     unused = (*SIZES_OF["E"] * ("E" not in pattern), *SIZES_OF["-"] * ("-" not in pattern))
     return {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern), **dict.fromkeys(unused, 0)}
 
 
 def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What it says of rotary embeddings, as transformers 5 and 4 have it."""
-    rotary = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    rotary.setdefault("rope_type", rotary.pop("type", "default"))
-    return rotary
+    """What it says of rotary embeddings: `rope_parameters` in files of transformers 5, `rope_scaling` in those of 4.
+    Raises UserError where both stand there and differ: transformers goes by the second alone, and forgets the first's
+    `rope_theta`, which nobody can have meant.
+    """
+    sections = [dict(config.get(key) or {}) for key in ("rope_scaling", "rope_parameters")]
+    for section in sections:
+        section.setdefault("rope_type", section.pop("type", "default"))
+        if config.get("rope_theta") is not None:
+            section.setdefault("rope_theta", config["rope_theta"])
+    given = [key for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    if len(given) == 2 and sections[0] != sections[1]:
+        keys = sorted(key for key in {*sections[0], *sections[1]} if sections[0].get(key) != sections[1].get(key))
+        raise UserError(
+            f"config.json says two things of rotary embeddings: {', '.join(keys)}.",
+            where="rope_scaling, rope_parameters",
+            why="engines and transformers go by rope_scaling alone where both are there",
+            fix="all of it under rope_parameters, with rope_theta, and no rope_scaling in config.json",
+        )
+    return sections[1] if given == ["rope_parameters"] else sections[0]
 
 
 def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -156,15 +243,18 @@ def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: F
             found["partial_rotary_factor"] = part
     if "rope_scaling" in family.has:
         known = {key: value for key, value in rotary.items() if key in RopeScaling.model_fields and value is not None}
-        found["rope_scaling"] = None if rotary["rope_type"] == "default" else RopeScaling.model_validate(known)
+        kind = rotary["rope_type"]
+        is_scaled = kind in BUILT_ROPES and kind != "default"  # others are for transformers' own layers: `not_built`
+        found["rope_scaling"] = RopeScaling.model_validate(known) if is_scaled else None
     return found
 
 
 def not_built(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of a config.json with which its architecture has something that the layers of its family here have not."""
+    config = text_config(config)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return {}
     odd = {key: config[key] for key, known in family.builds.items() if key in config and config[key] not in known}
     kind = rotary_of(config)["rope_type"]
-    return odd | ({} if kind in ("default", "linear", "llama3", "yarn") else {"rope_type": kind})
+    return odd | ({} if kind in BUILT_ROPES else {"rope_type": kind})

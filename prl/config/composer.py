@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override, OverrideType
@@ -23,6 +24,8 @@ from prl.config.errors import ConfigError
 from prl.config.locate import conf_dir, config_groups
 from prl.config.overrides import OPEN_NODES, parse
 from prl.config.search_path import directories, yaml_files
+from prl.config.traced import LEFT
+from prl.config.unreadable import UNREADABLE
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
@@ -44,11 +47,14 @@ class Composer:
         self.config_name = config_name
         self.groups = frozenset(config_groups())
         self.bases: dict[tuple[str, ...], Base] = {}
+        self.has_left = any(_leaves_keys(path) for root in directories() for path in yaml_files(root))
 
     def compose(self, overrides: list[str]) -> RunConfig:
         """As `prl.config.composing.compose`. Raises ConfigError with all problems found."""
         from prl.config.resolving import resolve, resolve_plain
 
+        if self.has_left:  # by a file of the user's own, and only the whole line tells whether it is given
+            return compose(overrides, self.config_name)
         try:
             values, rest = self._split(parse(overrides))
             base = self._base(rest)
@@ -109,6 +115,13 @@ class Composer:
         )
 
 
+def _leaves_keys(path: Path) -> bool:
+    try:
+        return LEFT in path.read_text(encoding="utf-8")
+    except UNREADABLE:  # who composes it says so
+        return False
+
+
 def _looks_first(override: Override) -> bool:
     """Whether the value found decides if Hydra takes it: `+key=value` wants none there, `~key=value` wants that one.
 
@@ -133,7 +146,7 @@ def composer_of(config_name: str) -> Composer:
     return _kept[config_name][1]
 
 
-OMEGACONFS = ("${", "???")  # a reference, and a value that is left to the user
+OMEGACONFS = ("${", LEFT)  # a reference, and a value that is left to the user
 
 
 def _set_plainly(base: bytes | None, overrides: Iterable[Override]) -> dict[str, Any] | None:

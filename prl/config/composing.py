@@ -38,7 +38,7 @@ from prl.config.overrides import (
 from prl.config.own_files import overridden, wrong_files
 from prl.config.refused_lines import refused_file, refused_line
 from prl.config.search_path import directories
-from prl.config.traced import traced
+from prl.config.traced import left_to_user, traced
 from prl.config.unreadable import UNREADABLE, unreadable
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ def compose(overrides: list[str], config_name: str = "rl") -> RunConfig:
     from prl.config.resolving import resolve
 
     cfg = compose_yaml(overrides, config_name)
+    if left := left_to_user(overrides, config_name):
+        raise ConfigError(left)
     choices = run_choices(cfg)
     with open_dict(cfg):
         del cfg["hydra"]

@@ -12,6 +12,8 @@ from prl.config.keys import is_group, schema_keys
 from prl.config.locate import file_of_choice
 from prl.config.schema import ModelConfig, RunConfig
 
+PLAN = "plan.json"
+MOST_RUNS = 8  # that are named
 COMPOSED = "tiny_qwen3_moe"  # the choice of conf/eval.yaml, which nobody has made
 
 
@@ -19,7 +21,7 @@ def take_model(config: RunConfig) -> RunConfig:
     """The same with the run's own model, and its directory by its full path. Raises ConfigError."""
     run = Path(str(config.eval.run)).expanduser().absolute()
     try:
-        of_run = json.loads((run / "plan.json").read_text())["config"]
+        of_run = json.loads((run / PLAN).read_text())["config"]
         model = ModelConfig.model_validate(of_run["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([_no_run(run) if run.is_dir() else _nowhere(run)]) from error
@@ -55,13 +57,16 @@ def take_model(config: RunConfig) -> RunConfig:
     )
 
 
-def _no_run(run: Path, why: str = "there is no plan.json of this version") -> UserError:
-    return UserError(
-        f"{run} is no run that trains a model.",
-        where=f"eval.run={run}",
-        why=why,
-        fix="eval.run=outputs/RUN; weights alone: model.path=DIRECTORY and their model=",
-    )
+def _no_run(run: Path, why: str = "") -> UserError:
+    below = sorted(str(path.parent) for path in run.glob(f"*/{PLAN}"))
+    fix = "eval.run=outputs/RUN; weights alone: model.path=DIRECTORY and their model="
+    if below and not why and not (run / PLAN).exists():
+        why = f"it holds {len(below)} run{'s' * (len(below) > 1)}, as a sweep does"
+        more = f" and {len(below) - MOST_RUNS} more" if len(below) > MOST_RUNS else ""
+        every = f", or all of them: -m 'eval.run={','.join(below[:MOST_RUNS])}'{more}" if below[1:] else ""
+        fix = f"eval.run={below[0]}{every}"
+    found = "its plan.json is damaged, or of another version" if (run / PLAN).exists() else "there is no plan.json"
+    return UserError(f"{run} is no run that trains a model.", where=f"eval.run={run}", why=why or found, fix=fix)
 
 
 def _nowhere(run: Path) -> UserError:

@@ -57,6 +57,13 @@ class Family:
     gated: bool = True  # MLPs and experts are of three matrices (SwiGLU), not of two
     cp_styles: tuple[CpStyle, ...] = ("ulysses", "ring")
     ac_targets: tuple[str, ...] = GATED_DENSE
+    vllm_ties: bool = True  # vLLM's model knows a head that is the embedding
+    vllm_off_cpus: str = ""  # why vLLM 0.32 cannot run it on CPUs, where it cannot
+    router_key: str = ""  # config.json's key by which vLLM's routers compute their logits in float32
+
+    def router_facts(self, router_dtype: str) -> Mapping[str, str]:
+        """What config.json says of the type of routers' logits to engines that ask."""
+        return {self.router_key: router_dtype} if self.router_key and router_dtype == "float32" else {}
 
     @property
     def is_latent(self) -> bool:
@@ -74,6 +81,11 @@ class Family:
         return "hybrid_override_pattern" in self.has
 
     @property
+    def is_ours_alone(self) -> bool:
+        """Whether transformers' code of its layers cannot keep packed documents apart, so impl=hf is no way out."""
+        return self.is_sparse or self.is_hybrid
+
+    @property
     def has_experts(self) -> bool:
         return "num_experts" in self.has
 
@@ -82,6 +94,7 @@ SILU = {"hidden_act": ("silu",)}
 NO_WINDOW = {"use_sliding_window": (False, None)}
 NO_LIMIT = ([0.0, float("inf")], (0.0, float("inf")), [0.0, {"__float__": "Infinity"}])  # as JSON has it, or not
 SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+NO_SPARSE = "its sparse attention is for GPUs"
 DEEPSEEK_SILENT: Mapping[str, Any] = {
     "n_shared_experts": 1,
     "mlp_only_layers": (0, 1, 2),
@@ -135,6 +148,7 @@ FAMILIES: Mapping[str, Family] = {
         dense_first=True,
         corrected=True,
         ac_targets=GATED_EXPERTS,
+        vllm_ties=False,
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
@@ -146,6 +160,8 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="all",
         corrected=True,
         ac_targets=GATED_EXPERTS,
+        vllm_ties=False,
+        vllm_off_cpus="its router for CPUs knows softmax only, unless experts are in groups",
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -159,7 +175,10 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="none",
         output_bias=True,
         corrected=True,
+        cp_styles=("ulysses", "ring", "gather"),
         ac_targets=GATED_EXPERTS,
+        vllm_ties=False,
+        router_key="moe_router_dtype",
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
@@ -184,7 +203,9 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="none",
         output_bias=True,
         corrected=True,
+        cp_styles=("ulysses", "ring", "gather"),
         ac_targets=GATED_EXPERTS,
+        vllm_ties=False,
     ),
     "deepseek_v32": Family(
         "DeepseekV32ForCausalLM",
@@ -201,6 +222,9 @@ FAMILIES: Mapping[str, Family] = {
         corrected=True,
         cp_styles=("gather",),
         ac_targets=GATED_EXPERTS,
+        vllm_ties=False,
+        vllm_off_cpus=NO_SPARSE,
+        router_key="moe_router_dtype",
     ),
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM",
@@ -241,6 +265,8 @@ FAMILIES: Mapping[str, Family] = {
         corrected=True,
         cp_styles=("gather",),
         ac_targets=GATED_EXPERTS,
+        vllm_ties=False,
+        vllm_off_cpus=NO_SPARSE,
     ),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
@@ -299,6 +325,7 @@ FAMILIES: Mapping[str, Family] = {
         gated=False,
         cp_styles=("ulysses",),
         ac_targets=GATED_EXPERTS,
+        vllm_off_cpus="its experts without gates and its prefills in pieces, which states want, are for GPUs",
     ),
 }
 

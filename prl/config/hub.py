@@ -43,6 +43,16 @@ def cached_snapshots(name: str, kind: Kind) -> list[Path]:
     return sorted((hub_cache() / f"{kind}s--{name.replace('/', '--')}" / "snapshots").glob("*"))
 
 
+def cached_snapshot(name: str, kind: Kind) -> Path | None:
+    """That of its main branch as it was when it was last asked for, which is what is used without network."""
+    repository = hub_cache() / f"{kind}s--{name.replace('/', '--')}"
+    try:
+        snapshot = repository / "snapshots" / (repository / "refs/main").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return snapshot if snapshot.is_dir() else None
+
+
 def is_cached(name: str, kind: Kind) -> bool:
     """Whether any of it lies in a cache of this machine."""
     if cached_snapshots(name, kind):

@@ -4,6 +4,7 @@ wheel; and directories of the user's own (`search_path.py`).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from prl.config.errors import UserError
@@ -35,7 +36,7 @@ def sweeps_dir() -> Path:
 def sweep_files() -> dict[str, Path]:
     """Name -> file of every ready-made sweep, the user's own among them; ours come first where names are the same."""
     folders = [*(path / "sweeps" for path in reversed(directories())), sweeps_dir()]
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml")) if os.path.isfile(path)}
 
 
 def config_groups() -> dict[str, list[str]]:
@@ -59,14 +60,14 @@ def added_groups() -> set[str]:
 def file_of_choice(group: str, choice: str) -> Path:
     """Where it lies; in conf/, if nowhere."""
     name = f"{group}/{choice}.yaml"
-    found = (root / name for root in (conf_dir(), *directories()) if (root / name).is_file())
+    found = (root / name for root in (conf_dir(), *directories()) if os.path.isfile(root / name))
     return next(found, conf_dir() / name)
 
 
 def folders_of(group: str) -> str:
     """The directories that hold files of a group, for people."""
     name = "memory_recipe" if group == "memory" else group
-    own = [str(root / name) for root in directories() if (root / name).is_dir()]
+    own = [str(root / name) for root in directories() if os.path.isdir(root / name)]
     ours = [f"conf/{group}"] if (conf_dir() / name).is_dir() or not own else []
     return ", ".join(ours + own)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.conf import HydraConf
@@ -236,9 +238,8 @@ def _top_level() -> set[str]:
 
 def _absent_group(override: Override, groups: set[str]) -> UserError:
     key, choice = override.key_or_group, ",".join(choices_of(override))
-    if others := [path for name in choices_of(override) for path in misnamed(key, name)]:
-        where = f"+{key}={choice}"
-        return UserError(f"{others[0].name} is not read.", where=where, why=ENDING, fix=renamed(others[0]))
+    if passed := [found for name in choices_of(override) if (found := passed_over(key, name)) is not None]:
+        return passed[0].error(f"+{key}={choice}")
     guess = nearest(key, groups | _top_level())
     prefix = "+" if guess in added_groups() else ""
     return UserError(
@@ -266,9 +267,8 @@ def _of_added_group(override: Override, choices: list[str]) -> list[UserError]:
 
 
 def unknown_choice(group: str, choice: str, choices: list[str], prefix: str = "") -> UserError:
-    if others := misnamed(group, choice):
-        where = f"{prefix}{group}={choice}"
-        return UserError(f"{others[0].name} is not read.", where=where, why=ENDING, fix=renamed(others[0]))
+    if (passed := passed_over(group, choice)) is not None:
+        return passed.error(f"{prefix}{group}={choice}")
     close = difflib.get_close_matches(choice, choices, n=1, cutoff=0.5)
     return UserError(
         f"There is no choice {choice!r} in group {group!r}." + (f" Did you mean {close[0]!r}?" if close else ""),
@@ -278,21 +278,31 @@ def unknown_choice(group: str, choice: str, choices: list[str], prefix: str = ""
     )
 
 
-def misnamed(group: str, choice: str) -> list[Path]:
-    """Files that were meant as that choice, and whose ending Hydra does not read."""
+@dataclass(frozen=True)
+class PassedOver:
+    """A file that was meant as a choice and is not read."""
+
+    path: Path
+    why: str
+    fix: str
+
+    def error(self, where: str) -> UserError:
+        return UserError(f"{self.path.name} is not read.", where=where, why=self.why, fix=self.fix)
+
+
+def passed_over(group: str, choice: str) -> PassedOver | None:
+    """For its ending, which Hydra does not read, or since it is a link to what is not there."""
     name = "memory_recipe" if group == "memory" else group
-    folders = [folder for root in (conf_dir(), *directories()) if (folder := root / name).is_dir()]
-    return [
-        path
-        for folder in folders
-        for path in sorted(folder.iterdir())
-        if path.stem == choice and path.suffix != ".yaml" and path.suffix.lower() in (".yml", ".yaml")
-    ]
-
-
-def renamed(path: Path) -> str:
-    """The command that gives it the ending that Hydra reads."""
-    return shlex.join(["mv", str(path), str(path.with_suffix(".yaml"))])
+    for folder in (root / name for root in (conf_dir(), *directories())):
+        link = folder / f"{choice}.yaml"
+        if os.path.islink(link) and not os.path.exists(link):
+            fix = f"ln -sfn THE_FILE {shlex.quote(str(link))}"
+            return PassedOver(link, f"{link} is a link to {os.readlink(link)}, and leads to no file", fix)
+        for path in sorted(folder.glob("*")) if os.path.isdir(folder) else ():  # nothing, if it may not be read
+            if path.stem == choice and path.suffix != ".yaml" and path.suffix.lower() in (".yml", ".yaml"):
+                command = ["mv", str(path), str(path.with_suffix(".yaml"))]
+                return PassedOver(path, ENDING, shlex.join(command))
+    return None
 
 
 def diagnose(lines: Iterable[str], known_keys: set[str], used_groups: set[str], job: str = "rl") -> list[UserError]:

@@ -23,7 +23,7 @@ from omegaconf.grammar_parser import parse as parse_value
 
 from prl.config.errors import UserError
 from prl.config.locate import SITE_GROUP, conf_dir, config_groups, file_of_choice, searched, sweep_files
-from prl.config.overrides import ENDING, JOBS, SWEEP_GROUP, all_keys, choices_of, misnamed, nearest, parse, renamed
+from prl.config.overrides import JOBS, SWEEP_GROUP, all_keys, choices_of, nearest, parse, passed_over
 from prl.config.own_keys import unknown_keys
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE
@@ -167,8 +167,8 @@ def _unread_site() -> Iterator[UserError]:
     """Of a site's file that Hydra passes over for its ending."""
     if file_of_choice(SITE_GROUP, "default").is_file():
         return
-    for path in misnamed(SITE_GROUP, "default"):
-        yield UserError(f"{path.name} is not read.", where=str(path), why=ENDING, fix=renamed(path))
+    if (passed := passed_over(SITE_GROUP, "default")) is not None:
+        yield passed.error(str(passed.path))
 
 
 def _chosen(lines: Iterable[str]) -> Iterator[OwnFile]:
@@ -368,8 +368,8 @@ def _no_choice(file: OwnFile, entry: Entry, name: str) -> UserError:
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     fix = f"{' or '.join(close or choices[:3])} in its place" if choices else f"write {entry.group}/{name}.yaml"
     has = f"{entry.group} has: {', '.join(choices)}" if choices else f"searched: {searched()}"
-    if others := misnamed(entry.group, name):
-        has, fix = f"{others[0].name} is not read: {ENDING}", renamed(others[0])
+    if (passed := passed_over(entry.group, name)) is not None:
+        has, fix = f"{passed.path.name} is not read: {passed.why}", passed.fix
     return file.wrong(f"chooses {entry.group}/{name}, which there is not: `{entry.text}`.", has, fix)
 
 

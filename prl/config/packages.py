@@ -106,7 +106,7 @@ DATASETS = Package(
 MATH_VERIFY = Package("math-verify", "math_verify", ("math-verify",), "env=hf_math", _extra("math"), extra="math")
 VERIFIERS = Package("verifiers", "verifiers", ("verifiers",), "env=verifiers", _extra("verifiers"), extra="verifiers")
 OPTUNA = Package(
-    "Optuna",
+    "hydra-optuna-sweeper",
     "hydra_plugins.hydra_optuna_sweeper",
     ("hydra-optuna-sweeper",),
     "hydra/sweeper=optuna",

@@ -154,7 +154,7 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
 def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
     in_words = [WORDS_OF_PATTERN[i["ctx"]["pattern"]] for i in items if i["type"] == "string_pattern_mismatch"]
     messages = in_words[:1] or [
-        str(item["msg"]).replace("Input should be ", "it must be ").partition(", unable to")[0] for item in items
+        "it must be a list, [a,b]" if item["type"] == "tuple_type" else _in_words(str(item["msg"])) for item in items
     ]
     expected = " or ".join([messages[0], *(message.removeprefix("it must be ") for message in messages[1:])])
     missing = all(item["type"] == "missing" and isinstance(item["input"], dict) for item in items)
@@ -164,6 +164,12 @@ def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
         return UserError(f"{key}={whole} is not valid.", where=key, why=expected, fix=_suggest(key, items, job))
     what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."
     return UserError(what, where=key, why="it is required" if missing else expected, fix=_suggest(key, items, job))
+
+
+def _in_words(message: str) -> str:
+    """Pydantic's, without what it says of itself."""
+    told = message.replace("Input should be ", "it must be ").removeprefix("Value error, ")
+    return told.partition(", unable to")[0]
 
 
 def default_of(key: str) -> str | None:

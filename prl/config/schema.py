@@ -21,12 +21,12 @@ from prl.config.schema_fields import (
     Number,
     Part,
     PerNode,
+    Place,
     Positive,
     PositiveFloat,
     Seconds,
     Seed,
     Silence,
-    Text,
     Threads,
 )
 from prl.config.schema_inference import (
@@ -300,8 +300,8 @@ class RunConfig(Group):
     seed: Seed = 0
     max_steps: Positive
     seq_len: Positive  # tokens of one packed training row
-    output_dir: Text | None = None  # None: a fresh directory under outputs/
-    cache_dir: str
+    output_dir: Place | None = None  # None: a fresh directory under outputs/
+    cache_dir: Place
     choices: dict[str, str] = {}  # group -> choice as selected, for names and tables
     sweep: str | None = None  # name and id of the sweep that this point belongs to
     swept: dict[str, str] = {}  # override key -> value, only the swept ones

@@ -7,6 +7,8 @@ from typing import Annotated, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from prl.config.place_names import check_length
+
 MOST = 2**31 - 1  # of anything that is counted: what 32 bits of a kernel, a header or a tensor's size hold
 MAX_TEMPERATURE = 1000.0  # beyond, all tokens are equally probable, and engines refuse it
 FLOAT32 = 3.4e38  # numbers beyond are infinite once a tensor holds them
@@ -33,15 +35,18 @@ Nodes = Annotated[int, Field(gt=0, le=65536)]
 Devices = Annotated[int, Field(gt=0, le=65536)]
 NoneOrDevices = Annotated[int, Field(ge=0, le=65536)]
 Text = Annotated[str, Field(min_length=1)]
-DirectoryOrName = Annotated[str, AfterValidator(os.path.expanduser)]  # ~/ is the home of whoever composes it
+Place = Annotated[str, Field(min_length=1), AfterValidator(check_length)]  # a file or directory
+# ~/ is the home of whoever composes it
+DirectoryOrName = Annotated[str, AfterValidator(check_length), AfterValidator(os.path.expanduser)]
 # http:// or https://, a host, a port; no path, and nobody's name and password
-EngineUrl = Annotated[str, Field(pattern=r"^https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$")]
+PORT = r"(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+EngineUrl = Annotated[str, Field(pattern=rf"^https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):{PORT}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.%]{2,64})$")]
 SlurmTime = Annotated[str, Field(pattern=r"^(\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$")]
 SlurmMemory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?[Bb]?$")]
 IN_WORDS = {  # what a text of that type must be, for people
-    EngineUrl: "an address is http://HOST:PORT, without a path",
+    EngineUrl: "an address is http://HOST:PORT, without a path; a port is at most 65535",
     VariableName: "it is the name of an environment variable: letters, digits and _, no digit first",
     HostName: "it is the name of a host, or its address",
     SlurmTime: "it is as sbatch reads it: minutes, H:MM:SS or D-HH:MM:SS; 0: no limit",

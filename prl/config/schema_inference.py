@@ -15,6 +15,7 @@ from prl.config.schema_fields import (
     NoneOrDevices,
     NonNegative,
     NonNegativeFloat,
+    Place,
     Port,
     Positive,
     Seconds,
@@ -74,7 +75,7 @@ class KvOffloadConfig(Group):
 
     type: Literal["none", "native", "mooncake"] = "none"
     cpu_gib: NonNegativeFloat = 0.0  # native: host memory, GiB for each engine process
-    disk_path: str | None = None  # native: a directory of each node behind the host memory
+    disk_path: Place | None = None  # native: a directory of each node behind the host memory
     mooncake_config: str | None = None  # mooncake: its JSON file, as MOONCAKE_CONFIG_PATH
 
 

@@ -10,6 +10,7 @@ from prl.config.schema_fields import (
     Group,
     NonNegative,
     NonNegativeFloat,
+    Place,
     Positive,
     PositiveFloat,
     Seed,
@@ -89,7 +90,7 @@ class BenchConfig(Group):
     random_weights: bool = True  # drawn in place; false: those of model.path (stack always takes these)
     baseline_checkpointing: bool = True  # transformers: gradient checkpointing
     profile: bool = False  # one more step under torch.profiler: where the time goes
-    output_json: str | None = None
+    output_json: Place | None = None
 
 
 class SlurmConfig(Group):
@@ -109,7 +110,7 @@ class SlurmConfig(Group):
     sbatch: tuple[str, ...] | None = None  # further lines, say "--exclusive"
     setup: tuple[str, ...] | None = None  # shell lines before the point starts: modules, NCCL_SOCKET_IFNAME
     container: str | None = None  # image for srun --container-image (pyxis)
-    template_path: str | None = None  # Jinja2 template of the whole script
+    template_path: Place | None = None  # Jinja2 template of the whole script
     signal_delay_s: Positive | None = None  # how long before its end a job is told to save and requeue
     max_retries: NonNegative | None = None  # of failures that may pass: node, hang, collective
     max_timeouts: NonNegative | None = None  # how often a job whose time is over goes on; null: always

@@ -186,6 +186,7 @@ class ModelConfig(Group):
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; master weights are always float32
     fp8: Literal["none", "deep_gemm", "emulated"] = "none"  # block-scaled training GEMMs; emulated: same rounding, slow
     router_bias_update_rate: NonNegativeFloat = 0.0  # aux-loss-free load balancing (arXiv:2408.15664); 0: off
+    indexer_loss_coef: NonNegativeFloat = 0.0  # of sparse attention's indexers' own loss; 0: they stay as they are
     init_seed: Seed = (
         0  # of the random weights when path is None; not seed, so that runs of all seeds begin with the same
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +26,18 @@ _added: list[Path] = []
 
 def use_directories(config_dir: str | None, overrides: Iterable[Override]) -> None:
     """Of a command line: what --config-dir and hydra.searchpath say. Raises UserError for what is no directory."""
+    overrides = list(overrides)
     asked = [] if config_dir is None else [("--config-dir", config_dir)]
     for override in overrides:
         if override.key_or_group == KEY and (value := override.value()) is not None:
             if not isinstance(value, list):
                 raise _no_list(str(override.input_line), str(value))
             asked += [(KEY, str(entry)) for entry in value]
-    _added[:] = dict.fromkeys(_directory(where, name) for where, name in asked)
+    found = [(where, _directory(where, name)) for where, name in asked]
+    chosen = {override.key_or_group for override in overrides} | {"sweeps"}
+    for where, path in found:
+        _refuse_closed(where, path, chosen)
+    _added[:] = dict.fromkeys(path for _, path in found)
 
 
 def directories() -> tuple[Path, ...]:
@@ -45,7 +51,9 @@ def yaml_files(root: Path) -> list[Path]:
     for folder, inner, names in os.walk(root):
         depth = len(Path(folder).relative_to(root).parts)
         inner[:] = [name for name in sorted(inner) if not name.startswith((".", "_")) and depth < MAX_DEPTH]
-        found += [Path(folder, name) for name in sorted(names) if name.endswith(".yaml")]
+        found += [
+            path for name in sorted(names) if name.endswith(".yaml") and os.path.isfile(path := Path(folder, name))
+        ]
     return found
 
 
@@ -69,6 +77,14 @@ def _directory(where: str, name: str) -> Path:
             fix="--config-dir /path/to/your/configs",
         )
     return path
+
+
+def _refuse_closed(where: str, path: Path, groups: set[str]) -> None:
+    """Raise UserError for a directory of configurations that may not be read, or a folder of these groups in it."""
+    for folder in (path, *(path / group for group in sorted(groups))):
+        if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+            fix = f"make it readable for you; ls -ld {shlex.quote(str(folder))} says whose it is"
+            raise UserError(f"{folder} cannot be read.", where=f"{where}={path}", why="Permission denied", fix=fix)
 
 
 def _no_list(line: str, value: str) -> UserError:

@@ -13,7 +13,7 @@ from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import in_hydras_terms
 from prl.config.locate import sweep_files
-from prl.config.overrides import ENDING, IN_POINT, choices_of, misnamed, name_of_axis, parse, renamed, swept_keys
+from prl.config.overrides import IN_POINT, choices_of, name_of_axis, parse, passed_over, swept_keys
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -45,11 +45,8 @@ def _check_sweep_name(parsed: list[Override]) -> None:
     if len(names) > 1:
         raise ConfigError([UserError(f"Several sweeps at once: {', '.join(names)}.", where="+sweep", fix="take one")])
     if names and names[0] not in known:
-        if others := misnamed("sweeps", names[0]):
-            where = f"+sweep={names[0]}"
-            raise ConfigError(
-                [UserError(f"{others[0].name} is not read.", where=where, why=ENDING, fix=renamed(others[0]))]
-            )
+        if (passed := passed_over("sweeps", names[0])) is not None:
+            raise ConfigError([passed.error(f"+sweep={names[0]}")])
         close = difflib.get_close_matches(names[0], known, n=1, cutoff=0.5)
         guess = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigError(

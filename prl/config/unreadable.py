@@ -5,6 +5,7 @@ Hydra lets pass what the YAML parser and the decoder raise.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import yaml
@@ -45,7 +46,7 @@ def _undecodable(error: UnicodeDecodeError, files: list[Path]) -> ConfigError | 
         if error.object and start >= 0:
             line = data[: start + error.start].count(b"\n") + 1
             byte = error.object[error.start]
-            fix = f"save it as UTF-8 (of Latin-1: iconv -f latin1 -t utf-8 {path})"
+            fix = f"save it as UTF-8 (of Latin-1: iconv -f latin1 -t utf-8 {shlex.quote(str(path))})"
             return _told(str(path), line, f"it is not UTF-8: {error.reason} (0x{byte:02x})", fix)
     return None
 

@@ -176,7 +176,7 @@ def _clock(host: HostFacts, needs: Needs) -> Finding:
     if host.clock_synchronised is False and needs.spans_nodes and needs.where == "nodes":
         told = "not synchronised, as far as the kernel knows"
         return Finding("cluster", "clock", "broken", told, "comparing times between nodes", fix)
-    said = {True: "synchronised", False: "not synchronised, which several nodes want", None: "it is set"}
+    said = {True: "synchronised", False: "not synchronised, as only several nodes need it", None: "it is set"}
     return Finding("cluster", "clock", "ok", said[host.clock_synchronised])
 
 

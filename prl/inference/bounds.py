@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "truncate_prompt_tokens": (-1, INT32),
     "thinking_token_budget": (-1, INT32),
     "priority": (-INT32 - 1, INT32),
+    "routing_start": (0, INT32),
 }
 OTHERS = (-1e9, 1e9)  # a number of any other name beside these that is not whole
 OTHER_INTEGERS = (-(1 << 53), 1 << 53)

@@ -10,7 +10,9 @@ from aiohttp import web
 from prl.inference.requests import parse_generate, read_request
 from prl.inference.sequences import Request, Sequence
 from prl.inference.worker import EngineWorker
+from prl.transport.answers import ROUTING_START, encode_answer
 from prl.transport.kept import KeptTokens, encode_array
+from prl.transport.serving import InPieces
 
 
 def add_generate_route(app: web.Application, worker: EngineWorker, model_name: str) -> None:
@@ -28,7 +30,7 @@ def add_generate_route(app: web.Application, worker: EngineWorker, model_name: s
         }
         if body.get("return_token_ids"):
             reply["prompt_token_ids"] = request.prompt_ids
-        return web.json_response(reply)
+        return web.Response(body=InPieces(encode_answer(reply))) if request.params.frames else web.json_response(reply)
 
     app.router.add_post("/inference/v1/generate", generate)
 
@@ -46,10 +48,13 @@ def usage(request: Request, sequences: list[Sequence]) -> dict[str, Any]:
 
 
 def choice(sequence: Sequence, with_routing: bool) -> dict[str, Any]:
+    """One of an answer; with arrays in it for who asks for `frames`."""
     logprobs: dict[str, Any] = {"logprobs": None}
     params = sequence.request.params
+    routed = sequence.routed_experts() if with_routing else None
+    routed = None if routed is None else routed[params.routing_start :]
     if params.logprobs is not None and params.flat_logprobs:
-        logprobs["token_logprobs"] = sequence.logprobs
+        logprobs["token_logprobs"] = np.array(sequence.logprobs, np.float32) if params.frames else sequence.logprobs
     elif params.logprobs is not None:
         entries = zip(sequence.completion_ids, sequence.logprobs, strict=True)
         objects: list[dict[str, Any]] = [
@@ -60,9 +65,10 @@ def choice(sequence: Sequence, with_routing: bool) -> dict[str, Any]:
         "index": sequence.index,
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.stop_reason,
-        "token_ids": sequence.completion_ids,
+        "token_ids": np.array(sequence.completion_ids, np.int32) if params.frames else sequence.completion_ids,
         **logprobs,
-        "routed_experts": encode_routing(sequence.routed_experts()) if with_routing else None,
+        "routed_experts": routed if params.frames else encode_routing(routed),
+        **({ROUTING_START: params.routing_start} if params.routing_start else {}),
         "weight_versions": sequence.version_spans(),
         **({"kept_tokens": KeptTokens.of_sets(sequence.kept).to_json()} if params.kept_tokens else {}),
     }

@@ -10,6 +10,7 @@ from aiohttp import web
 from prl.inference.bounds import CONTROL_BODY, body_limit, check_bounds, check_number, parse_json
 from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
+from prl.transport.answers import FRAMES, ROUTING_START
 from prl.transport.serving import read_body
 
 _NUMBERS = ("temperature", "top_p", "min_p")
@@ -38,7 +39,7 @@ _TEXT_ONLY = {
     "include_stop_str_in_output",
 }
 # of vLLM's free field extra_args: ours
-_EXTRA = ("kept_tokens",)
+_EXTRA = ("kept_tokens", FRAMES, ROUTING_START)
 _UNSUPPORTED = ("stream", "features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 
 
@@ -87,10 +88,15 @@ def make_request(
     priority = _integer(body.get("priority") or 0, "priority")
     check_number("priority", priority)
     sampling = {"max_tokens": max(max_model_len - len(prompt_ids), 1), **_present(sampling)}
+    params = parse_sampling(sampling)
+    if params.routing_start > len(prompt_ids):
+        raise ValueError(
+            f"routing_start={params.routing_start} is behind the prompt, which has {len(prompt_ids)} tokens"
+        )
     return Request(
         request_id=request_id or uuid.uuid4().hex,
         prompt_ids=prompt_ids,
-        params=parse_sampling(sampling),
+        params=params,
         cache_salt=salt or "",
         priority=priority,
     )
@@ -110,7 +116,9 @@ def parse_sampling(raw: dict[str, Any]) -> SamplingParams:
         elif key in ("ignore_eos", "flat_logprobs"):
             values[key] = _boolean(value, key)
         elif key == "extra_args" and isinstance(value, dict) and value.keys() <= set(_EXTRA):
-            values |= {name: _boolean(asked, name) for name, asked in value.items()}
+            values |= {
+                name: (_integer if name == ROUTING_START else _boolean)(asked, name) for name, asked in value.items()
+            }
         elif key not in _TEXT_ONLY and value not in _NEUTRAL.get(key, ()):
             foreign.append(f"{key}={value!r}"[:100])
     if foreign:

@@ -43,9 +43,21 @@ class SamplingParams:
     logprobs: int | None = None  # 0: the sampled token's
     flat_logprobs: bool = False  # answer with numbers, not with an object for each token
     kept_tokens: bool = False  # say from which entries of the vocabulary each token was drawn
+    frames: bool = False  # answer as `prl.transport.answers` has it
+    routing_start: int = 0  # leave out the experts of so many tokens
 
     def __post_init__(self) -> None:
-        for name in ("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"):
+        for name in (
+            "n",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "max_tokens",
+            "min_tokens",
+            "routing_start",
+        ):
             if (value := getattr(self, name)) is not None:
                 check_number(name, value)
         if self.top_p == 0:

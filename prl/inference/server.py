@@ -12,6 +12,7 @@ import torch
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from prl.config.config_json import check_card
 from prl.config.schema import RunConfig
 from prl.config.world import world_of
 from prl.inference.chat_route import add_chat_routes
@@ -25,7 +26,6 @@ from prl.inference.metrics_route import add_metrics_route
 from prl.inference.requests import ModelNotFound, read_object
 from prl.inference.weight_routes import add_weight_routes
 from prl.inference.worker import EngineDied, EngineUnavailable, EngineWorker, SequenceFailed
-from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.device import limit_memory, pick_device

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prl.config.schema import ModelCard
 from prl.models.state_space.convolution import convolve
-from prl.models.state_space.mixer import Channels, Mix
+from prl.models.state_space.mixer import Channels, Convolve, Mix
 from prl.models.state_space.scan import scan, step
 
 
@@ -56,7 +56,7 @@ class StateCache:
     def prefill(self, classes: list[PaddedRows]) -> Mix:
         """Along the new tokens of each sequence, from what its slot remembers or from nothing."""
 
-        def mix(layer_idx: int, xbc: Tensor, dt: Tensor, channels: Channels) -> Tensor:
+        def mix(layer_idx: int, xbc: Tensor, dt: Tensor, channels: Channels, _: Convolve) -> Tensor:
             out = xbc.new_empty(len(xbc), channels.heads * channels.head_dim)
             for rows in classes:
                 mixed = self._advance(self.rows[layer_idx], rows, xbc[rows.flat], dt[rows.flat], channels)
@@ -84,7 +84,7 @@ class StateCache:
     def decode(self, slots: Tensor) -> Mix:
         """One token each of the sequences in `slots` [B]."""
 
-        def mix(layer_idx: int, xbc: Tensor, dt: Tensor, channels: Channels) -> Tensor:
+        def mix(layer_idx: int, xbc: Tensor, dt: Tensor, channels: Channels, _: Convolve) -> Tensor:
             layer = self.rows[layer_idx]
             seen = torch.cat([self.seen[layer][slots], xbc[:, None]], dim=1)  # [B, K, C]
             x, b, c = channels.cut(convolve(seen, channels.conv, channels.conv_bias)[:, 0])

@@ -85,7 +85,7 @@ def choose_mode(config: RunConfig, environment: Mapping[str, str]) -> Mode:
 
 def has_key(environment: Mapping[str, str]) -> bool:
     """Whether wandb finds one, in the environment or where `wandb login` leaves it."""
-    return bool(environment.get("WANDB_API_KEY")) or "api.wandb.ai" in _read(Path("~/.netrc").expanduser())
+    return bool(environment.get("WANDB_API_KEY")) or "api.wandb.ai" in _read(Path(os.path.expanduser("~/.netrc")))
 
 
 def run_settings(plan: RunPlan, run_id: str) -> dict[str, Any]:
@@ -151,6 +151,6 @@ def chart(stem: str, row: Row) -> Row:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

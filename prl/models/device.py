@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import torch
+
+from prl.config.errors import UserError
 
 # of a GPU that two processes share, outside of PyTorch's allocator: CUDA contexts, NCCL, cuBLAS
 CONTEXTS_BYTES = 3 * 1024**3
 
 
 def pick_device(kind: str) -> torch.device:
-    """deployment.device -> device; "auto" takes the first GPU that this process sees, if any."""
-    on_gpu = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+    """deployment.device -> device; "auto" takes the first GPU that this process sees, if any. Raises UserError."""
+    on_gpu = kind != "cpu" and torch.cuda.is_available()
+    if kind == "cuda" and not on_gpu:
+        raise UserError(
+            "torch can use no GPU here.",
+            where=f"deployment.device=cuda, on {socket.gethostname()}",
+            why=f"torch.cuda.is_available() is false; torch {torch.__version__}, "
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}",
+            fix="python -m prl.doctor deployment.device=cuda says what is missing; deployment.device=cpu",
+        )
     return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,41 @@ import numpy as np
 from prl.orchestrator.producer import StepGroups
 from prl.orchestrator.rollout import Rollout, Sample
 from prl.transport.batch import TrainBatch
+from prl.transport.frames import Message
 from prl.transport.packing import Document, pack_for_ranks
+
+
+@dataclass
+class EncodedStep:
+    """What trainers fetch, and what is to be told of it."""
+
+    messages: list[Message]  # one for each data rank
+    lags: np.ndarray  # as `staleness` gives them
+
+
+def encode_step(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any]) -> EncodedStep:
+    """For a thread: nobody changes a finished rollout. numpy lets others run while it copies, which it does once. The
+    samples lose their routing, which is in the batches from here on.
+    """
+    batches = build_batches(step, seq_len, data_ranks, meta)
+    for group in step.groups:
+        for rollout in group.finished:
+            for sample in rollout.samples:
+                _let_go(sample.routing)
+    return EncodedStep([batch.to_message() for batch in batches], staleness(batches))
+
+
+def release(steps: list[EncodedStep]) -> None:
+    """For a thread: forget batches that no trainer asks for any more. Who still sends one has its own references."""
+    for step in steps:
+        for message in step.messages:
+            _let_go(message.parts)
+
+
+def _let_go(arrays: list[Any]) -> None:
+    """One at a time: to give gigabytes back takes a second, in which other threads want to run."""
+    while arrays:
+        arrays.pop()
 
 
 def build_batches(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any]) -> list[TrainBatch]:
@@ -22,8 +57,8 @@ def build_batches(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[st
         for rollout in group.finished
         for sample in rollout.samples
     ]
-    loss_tokens = sum(sum(d.loss_mask) for d in documents)
-    loss_docs = sum(any(d.loss_mask) for d in documents)
+    loss_tokens = sum(int(np.count_nonzero(d.loss_mask)) for d in documents)
+    loss_docs = sum(bool(np.any(d.loss_mask)) for d in documents)
     return [
         TrainBatch(step.step, micro_batches, loss_tokens, loss_docs, meta)
         for micro_batches in pack_for_ranks(documents, seq_len, data_ranks)
@@ -33,15 +68,15 @@ def build_batches(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[st
 def to_document(sample: Sample, rollout: Rollout, seq_len: int) -> Document:
     """A rollout's advantage spread over the tokens that it sampled."""
     cut = slice(0, seq_len)
-    length = min(len(sample.input_ids), seq_len)
+    loss_mask = np.asarray(sample.loss_mask).view(bool)[cut]
     return Document(
-        input_ids=sample.input_ids[cut],
-        loss_mask=sample.loss_mask[cut],
-        logp_infer=sample.logp_infer[cut],
-        advantages=[rollout.advantage if trained else 0.0 for trained in sample.loss_mask[cut]],
-        versions=sample.versions[cut],
-        routed_experts=None if sample.routed_experts is None else sample.routed_experts[cut],
-        kept=None if sample.kept is None else sample.kept.fit(length),
+        input_ids=np.asarray(sample.input_ids)[cut],
+        loss_mask=loss_mask,
+        logp_infer=np.asarray(sample.logp_infer)[cut],
+        advantages=np.where(loss_mask, np.float32(rollout.advantage), np.float32(0)),
+        versions=np.asarray(sample.versions)[cut],
+        routed_experts=sample.routed_experts(len(loss_mask)),
+        kept=None if sample.kept is None else sample.kept.fit(len(loss_mask)),
     )
 
 

@@ -13,7 +13,8 @@ from prl.models.text.chat import ChatRenderer, Message
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.rollout import Generation, RolloutFailed, Sample
 
-Generate = Callable[[list[int], int], Awaitable[Generation]]  # (prompt ids, max_tokens) -> generation
+# (prompt ids, max_tokens, tokens whose experts are known) -> generation
+Generate = Callable[[list[int], int, int], Awaitable[Generation]]
 
 
 class Conversation:
@@ -53,10 +54,10 @@ class Conversation:
             self.truncated = True
             return None
         sample, ids, text = rendered
-        prompt_ids = sample.input_ids + ids
+        prompt_ids = [*sample.input_ids, *ids]
         prompt_tokens = len(prompt_ids)
         room = self.config.max_model_len - prompt_tokens
-        generation = await self.generate(prompt_ids, min(room, self.config.sampling.max_tokens))
+        generation = await self.generate(prompt_ids, min(room, self.config.sampling.max_tokens), sample.routed_tokens)
         if not generation.token_ids:
             raise EngineError(f"the engine returned no token (finish_reason={generation.finish_reason})")
         if sample is not self.samples[-1]:

@@ -14,6 +14,7 @@ import numpy as np
 from prl.config.errors import UserError
 from prl.orchestrator.rollout import Generation
 from prl.runtime.process.failures import HUNG_UP, NO_ANSWER_IN_TIME, NOBODY_LISTENS, UNREACHABLE
+from prl.transport.answers import ROUTING_START
 from prl.transport.kept import KeptTokens, decode_array, kept_of_candidates
 
 KEPT_MASS_TOLERANCE = 1e-3
@@ -76,16 +77,32 @@ def is_engines_own(said: str) -> bool:
         return False
 
 
+MOST_BYTES = 4 << 30
+
+
+async def read_whole(response: aiohttp.ClientResponse) -> bytes | memoryview:
+    """A large body: into its place while it comes, where its length is told, and joined in the end where not."""
+    size = response.content_length
+    if size is None or size > MOST_BYTES:  # of which nobody knows whether they will come
+        return await response.read()
+    whole, filled = np.empty(size, np.uint8).data, 0
+    async for chunk in response.content.iter_any():
+        whole[filled : filled + len(chunk)] = chunk
+        filled += len(chunk)
+    return whole[:filled]
+
+
 def parse_choice(choice: dict[str, Any], known: int) -> Generation:
     """A choice of /inference/v1/generate.
 
     known: version served when the request was sent, and so at most that of any token; for what the engine leaves
     unlabelled.
     """
-    token_ids, logprobs = choice["token_ids"] or [], sampled_logprobs(choice)
+    token_ids, sampled = as_list(choice["token_ids"]), sampled_logprobs(choice)
+    check_logprobs(sampled)
+    logprobs = as_list(sampled)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"an engine returned {len(token_ids)} tokens but {len(logprobs)} logprobs")
-    check_logprobs(logprobs)
     versions = [known] * len(token_ids)
     for span in choice.get("weight_versions") or []:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
@@ -95,7 +112,8 @@ def parse_choice(choice: dict[str, Any], known: int) -> Generation:
         logprobs=logprobs,
         versions=versions,
         finish_reason=choice["finish_reason"] or "stop",
-        routed_experts=None if routed is None else decode_array(routed),
+        routed_experts=None if routed is None else routed if isinstance(routed, np.ndarray) else decode_array(routed),
+        routing_start=choice.get(ROUTING_START, 0),
         kept=kept_tokens(choice),
     )
 
@@ -159,7 +177,11 @@ def check_kept(generation: Generation) -> None:
         raise EngineError("an engine returned a token that is not among those which it says it was drawn from")
 
 
-def sampled_logprobs(choice: dict[str, Any]) -> list[float]:
+def as_list(numbers: list[Any] | np.ndarray | None) -> list[Any]:
+    return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers or []
+
+
+def sampled_logprobs(choice: dict[str, Any]) -> list[float] | np.ndarray:
     """Of each token: a list of numbers from engines of a run, an object for each from a vLLM that is not ours."""
     if (flat := choice.get("token_logprobs")) is not None:
         return flat
@@ -167,8 +189,10 @@ def sampled_logprobs(choice: dict[str, Any]) -> list[float]:
     return [entry["logprob"] for entry in content]
 
 
-def check_logprobs(logprobs: list[Any]) -> None:
+def check_logprobs(logprobs: list[Any] | np.ndarray) -> None:
     """Raises EngineError unless all are finite: a token that was sampled had a probability above zero."""
+    if isinstance(logprobs, np.ndarray) and np.isfinite(logprobs).all():
+        return
     for index, logprob in enumerate(logprobs):
         if not isinstance(logprob, int | float) or not math.isfinite(logprob):
             raise EngineError(f"an engine returned {logprob!r} as the logprob of token {index} of its reply")
@@ -181,10 +205,11 @@ def check_routing(generation: Generation, num_prompt: int) -> None:
     """
     if not generation.token_ids:  # aborted before its first token
         return
-    expected = num_prompt + len(generation.token_ids) - 1
+    expected = num_prompt + len(generation.token_ids) - 1 - generation.routing_start
     routed = generation.routed_experts
     found = "no" if routed is None else f"{len(routed)} rows of"
     if routed is None or len(routed) != expected:
         raise EngineError(f"an engine returned {found} routed experts for {expected} forwarded tokens")
-    if routed.shape[-1] > 1 and not routed.any():  # vLLM 0.23 with MoE kernels that route by themselves
+    some = routed[:: max(len(routed) // 64, 1)]
+    if len(routed) and routed.shape[-1] > 1 and not some.any():  # vLLM 0.23 with MoE kernels that route by themselves
         raise EngineError("an engine returned expert 0 throughout: its kernels do not record the routing")

@@ -13,17 +13,23 @@ import aiohttp
 
 from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
-from prl.orchestrator.engine_answers import EngineError, cached_tokens, check_kept, check_routing, parse_choice
+from prl.orchestrator.engine_answers import (
+    EngineError,
+    cached_tokens,
+    check_kept,
+    check_routing,
+    parse_choice,
+    read_whole,
+)
+from prl.orchestrator.engine_requests import GENERATE, PAUSE, generate_body, update_steps
 from prl.orchestrator.rollout import Generation
 from prl.planning.vllm_arguments import PREFILL_ONLY
 from prl.runtime.process.keys import RunKeys
+from prl.transport.answers import decode_answer, unframed
 from prl.transport.kinds import HOST_TRANSPORTS
-from prl.transport.weights_lora import ADAPTER, LORA, load_steps
+from prl.transport.weights_lora import ADAPTER, LORA
 
-# running requests keep their KV: vLLM would drop it with the caches, and compute it anew under the next weights
-PAUSE = "/pause?mode=keep&clear_cache=false"
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-GENERATE = "/inference/v1/generate"
 CLIENT_ROUTES = (GENERATE, "/v1/completions", "/load")  # all others want the control key
 INIT_TRANSFER = "/init_weight_transfer_engine"
 # routes that may be asked again when an answer is lost: done twice they do what they do once; a completion has its seed
@@ -159,7 +165,7 @@ class EnginePool:
                 self._check_hope()
                 return
             if self.newest is not None:
-                for route, body in _update_steps(*self.newest):
+                for route, body in update_steps(*self.newest):
                     await self._ask(index, route, body, patient=False)
                 await self._ask(index, "/resume", patient=False)
             self._admit(index)
@@ -241,30 +247,15 @@ class EnginePool:
         request_id: str,
         replica: int | None = None,
         telling: dict[str, Any] | None = None,
+        routing_start: int = 0,
     ) -> Generation:
         """One completion. `salt` separates prefix caches: requests with different salts never share KV.
         `telling`: further sampling parameters, by which the engine says what each token was drawn from.
+        `routing_start`: of how many tokens the experts are known already.
 
         Sampled again from the start when its replica dies, unless it was to be that replica and no other.
         """
-        body: dict[str, Any] = {
-            "request_id": request_id,
-            "token_ids": prompt_ids,
-            "cache_salt": salt,
-            "sampling_params": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "max_tokens": max_tokens,
-                "seed": seed,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "logprobs": 0,
-                "flat_logprobs": True,
-                "detokenize": False,
-                **(telling or {}),
-            },
-        }
+        body = generate_body(prompt_ids, max_tokens, seed, salt, sampling, request_id, telling or {}, routing_start)
         through_router = self.router is not None and replica is None
         try:
             known, reply = await (self._ask_router(body) if through_router else self._ask_replica(body, replica))
@@ -326,7 +317,10 @@ class EnginePool:
     async def _prefill(self, body: dict[str, Any]) -> dict[str, Any]:
         """Compute a prompt's KV on a prefill replica. Returns where a decode replica finds it, in vLLM's own terms."""
         index = self._least_busy(self.prefilling)
-        once = {"sampling_params": body["sampling_params"] | {"max_tokens": 1}, "kv_transfer_params": PREFILL_ONLY}
+        once = {
+            "sampling_params": unframed(body["sampling_params"]) | {"max_tokens": 1},
+            "kv_transfer_params": PREFILL_ONLY,
+        }
         self.in_flight[index] += 1
         try:
             reply = await self._ask(index, GENERATE, body | once)
@@ -383,7 +377,7 @@ class EnginePool:
             if update_info.get("type") == NCCL:
                 complete = await self._meet(version, update_info)
             else:
-                await self._load(_update_steps(version, update_info), held=update_info.get("type") in HOST_TRANSPORTS)
+                await self._load(update_steps(version, update_info), held=update_info.get("type") in HOST_TRANSPORTS)
             self.version = version
             if not complete:
                 return False
@@ -421,7 +415,7 @@ class EnginePool:
         ends = [asyncio.create_task(self.ended[index].wait()) for index in takers]
 
         async def take(index: int) -> None:
-            for route, body in _update_steps(version, update_info | {"absent": absent})[1:]:
+            for route, body in update_steps(version, update_info | {"absent": absent})[1:]:
                 started = time.perf_counter()
                 await self._ask(index, route, body, patient=False)
                 elapsed = time.perf_counter() - started
@@ -477,21 +471,8 @@ class EnginePool:
                 if response.status != 200:
                     text = await response.text(errors="replace")
                     raise EngineError.of_status(url, route, response.status, text)
-                if response.content_type != "application/json":
-                    return {}
-                return await response.json()
+                if response.content_type == "application/json":
+                    return await response.json()
+                return decode_answer(await read_whole(response)) if route == GENERATE else {}
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError.of_silence(url, route, error) from error
-
-
-def _update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:
-    """Routes and bodies of an update, until /resume."""
-    if update_info.get("type") == LORA:
-        return [(PAUSE, None), *load_steps(version, update_info)]
-    return [
-        (PAUSE, None),
-        # to 0.23, which would set up a reload: our transfer engine loads by itself
-        ("/start_weight_update", {"is_checkpoint_format": False}),
-        ("/update_weights", {"update_info": update_info}),
-        ("/finish_weight_update", {"weight_version": str(version)}),
-    ]

@@ -58,10 +58,13 @@ class ExternalPool(EnginePool):
         request_id: str,
         replica: int | None = None,
         telling: dict[str, Any] | None = None,
+        routing_start: int = 0,
     ) -> Generation:
         """As of the base class; KV that earlier runs have left in the engines is never found."""
         salt = f"{self.life}-{salt}"
-        return await super().generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, replica, telling)
+        return await super().generate(
+            prompt_ids, max_tokens, seed, salt, sampling, request_id, replica, telling, routing_start
+        )
 
     def leave_out(self, index: int) -> None:
         """A replica that was not there when the run began."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from prl.config.schema import RolloutsConfig
 from prl.metrics import rollouts as files
@@ -161,17 +163,12 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _masked(values: Iterable[float], mask: list[bool]) -> list[float]:
-    return [value for value, is_ours in zip(values, mask, strict=True) if is_ours]
+def _masked(values: array[float], mask: array[int]) -> np.ndarray:
+    return np.asarray(values)[np.asarray(mask).view(bool)]
 
 
-def _runs(versions: list[int], mask: list[bool]) -> list[int]:
+def _runs(versions: array[int], mask: array[int]) -> np.ndarray:
     """[version, length] of each stretch, one behind the other; -1 for tokens that nobody sampled."""
-    runs: list[int] = []
-    for version, is_ours in zip(versions, mask, strict=True):
-        marked = version if is_ours else -1
-        if runs and runs[-2] == marked:
-            runs[-1] += 1
-        else:
-            runs += [marked, 1]
-    return runs
+    marked = np.where(np.asarray(mask), np.asarray(versions), -1)
+    starts = np.flatnonzero(np.diff(marked, prepend=marked[:1] - 1))
+    return np.stack([marked[starts], np.diff(starts, append=len(marked))], axis=1).reshape(-1)

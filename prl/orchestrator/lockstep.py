@@ -13,7 +13,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from prl.orchestrator.engines import PAUSE, EnginePool
+from prl.orchestrator.engine_requests import PAUSE
+from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.rollout import Generation
 
 Send = Callable[[int], Coroutine[Any, Any, Generation]]  # takes the replica to use

@@ -13,7 +13,7 @@ import numpy as np
 
 from prl.config.world import takes_turns
 from prl.metrics.reader import read_rows
-from prl.orchestrator.batching import build_batches, staleness
+from prl.orchestrator.batching import EncodedStep, encode_step, release
 from prl.orchestrator.checkpointing import Checkpointing
 from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.engines import EnginePool
@@ -23,6 +23,7 @@ from prl.orchestrator.external import ExternalEngines
 from prl.orchestrator.failure_log import FailureLog
 from prl.orchestrator.kept_rollouts import Kept, KeptRollouts
 from prl.orchestrator.lockstep import Lockstep
+from prl.orchestrator.loop_watch import LoopWatch
 from prl.orchestrator.neighbours import load_renderer, own_engines
 from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.rollout_log import RolloutLog
@@ -31,6 +32,7 @@ from prl.orchestrator.server import BadRequest, start_server
 from prl.orchestrator.tasks import TaskSampler
 from prl.runtime.process.child import ChildContext
 from prl.transport.batch import TrainBatch
+from prl.transport.frames import Message
 from prl.transport.kinds import HOST_TRANSPORTS, NO_PUBLICATION
 
 LOOK_S = 0.2
@@ -45,9 +47,9 @@ class Orchestrator:
     def __init__(self, ctx: ChildContext) -> None:
         self.ctx, self.config = ctx, ctx.plan.config
         self.takes_turns = takes_turns(self.config)
-        self.step_ready = asyncio.Condition()
+        self.step_ready, self.loop_watch = asyncio.Condition(), LoopWatch()
         # by step; the newest two, so that a slow rank still finds its own
-        self.batches: dict[int, list[TrainBatch]] = {}
+        self.batches: dict[int, EncodedStep] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}  # producer state after each handed-out step
         self.checkpoints = Checkpointing(ctx)
         self.unsaved: set[int] = set()  # steps to checkpoint whose trainer part is not on disk yet
@@ -80,6 +82,7 @@ class Orchestrator:
         followed = self._find_engines()
         self.envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.keys.env) for name in config.env.mix}
         background = [self._in_background(env.serve()) for env in self.envs.values()]
+        background.append(self._in_background(self.loop_watch.follow()))
         server = await start_server(self, ctx.listen_socket, ctx.keys.train)  # type: ignore[arg-type]
         try:
             if self.external is not None:
@@ -218,26 +221,28 @@ class Orchestrator:
                 "groups": [group.index for group in groups.groups],
                 "kept_documents": (kept := self.kept.choose(groups)).documents,
             }
-            batches = build_batches(groups, self.config.seq_len, self.ctx.plan.mesh.data_ranks, meta)
+            data_ranks = self.ctx.plan.mesh.data_ranks
+            encoded = await asyncio.to_thread(encode_step, groups, self.config.seq_len, data_ranks, meta)
             if self.takes_turns:
                 async with self.engine_lock:  # an evaluation may still be using them
                     await self.engines.sleep()
             async with self.step_ready:
                 self.snapshots[step] = self.producer.state()
-                self.batches[step] = batches
+                self.batches[step] = encoded
                 self.ready_since[step] = time.perf_counter()
-                for old in [s for s in self.batches if s < step - self.config.algo.max_off_policy_steps - 1]:
-                    del self.batches[old]
+                oldest = step - self.config.algo.max_off_policy_steps - 1
+                outdated = [self.batches.pop(old) for old in list(self.batches) if old < oldest]
                 # a stop saves the step in training, which is never older than the version that the engines serve
                 for old in [s for s in self.snapshots if s < min(self.unsaved | {self.served})]:
                     del self.snapshots[old]
                 if meta["checkpoint"]:
                     self.unsaved.add(step)
                 self.step_ready.notify_all()
-            self._log_step(groups, batches, waited_s, since_last_s)
+            self._log_step(groups, encoded.lags, waited_s, since_last_s)
             if self.rollout_log is not None:
                 self.rollout_log.write(groups)
             await asyncio.to_thread(self.kept.write, kept)
+            await asyncio.to_thread(release, outdated)
 
     def _due(self, version: int) -> bool:
         interval = self.config.eval.interval
@@ -267,7 +272,7 @@ class Orchestrator:
 
     # --- what the trainer asks ----------------------------------------------------------------------------------------
 
-    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> bytes | None:
+    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> Message | None:
         """The batch of a step for one data rank, or word to publish again or to stop, which all ranks get at the same
         point: behind as many `publications`. None when there is nothing to do within timeout_s.
         """
@@ -280,14 +285,15 @@ class Orchestrator:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.step_ready.wait(), min(left, LOOK_S))  # engines come back unannounced
             if order == "batch":
-                if data_rank >= len(self.batches[step]):
-                    raise BadRequest(f"there are {len(self.batches[step])} data ranks, so none is {data_rank}")
+                messages = self.batches[step].messages
+                if data_rank >= len(messages):
+                    raise BadRequest(f"there are {len(messages)} data ranks, so none is {data_rank}")
                 self.last_fetched = max(self.last_fetched, step)
                 if data_rank == 0:
                     self.handed[step] = (time.perf_counter(), self.runner.stats.clock.seconds())
-                return self.batches[step][data_rank].to_bytes()
+                return messages[data_rank]
         meta = {"stop": order == "stop", "publish_again": order == "again", "checkpoint": False}
-        return TrainBatch(step, [], 0, 0, meta).to_bytes()
+        return TrainBatch(step, [], 0, 0, meta).to_message()
 
     def _order_for(self, step: int, publications: int) -> Literal["again", "stop", "batch"] | None:
         """What a rank is to do that waits for the batch of `step`.
@@ -437,9 +443,8 @@ class Orchestrator:
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 
-    def _log_step(self, groups: StepGroups, batches: list[TrainBatch], waited_s: float, since_last_s: float) -> None:
-        lags = staleness(batches)
-        finished = [r for g in groups.groups for r in g.finished]
+    def _log_step(self, groups: StepGroups, lags: np.ndarray, waited_s: float, since_last_s: float) -> None:
+        finished, held_s = [r for g in groups.groups for r in g.finished], self.loop_watch.take()
         row: dict[str, Any] = {
             "reward": float(np.mean(groups.sampled_rewards)),
             "reward_std": float(np.std(groups.sampled_rewards)),
@@ -467,6 +472,8 @@ class Orchestrator:
             "rollouts_inflight": self.runner.stats.clock.in_flight,
             "wait_for_rollouts_s": waited_s,
             "since_last_step_s": since_last_s,
+            "loop_held_s": held_s[0],  # the event loop, by one thing at a time
+            "loop_busy_s": held_s[1],
             "generating_spans": self.runner.stats.clock.new_spans(),
             "tokens_per_s": groups.completion_tokens / since_last_s,
         }

@@ -284,7 +284,7 @@ class RolloutRunner:
         # for all turns: a rollout in flight goes on with the KV that it has, and one that starts later never finds it
         salt = f"{begun.split}-{begun.version}"
 
-        async def generate(prompt_ids: list[int], max_tokens: int) -> Generation:
+        async def generate(prompt_ids: list[int], max_tokens: int, routed: int) -> Generation:
             turn = begun.conversation.turns
             if [prompt for prompt, _ in begun.replies[turn : turn + 1]] == [prompt_ids]:
                 return begun.replies[turn][1]
@@ -292,7 +292,8 @@ class RolloutRunner:
             seed = request_seed(self.config.seed, request_id)
 
             def send(replica: int | None) -> Coroutine[Any, Any, Generation]:
-                return self.engines.generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, replica, telling)
+                asked = prompt_ids, max_tokens, seed, salt, sampling, request_id, replica, telling, routed
+                return self.engines.generate(*asked)
 
             begun.waits_for_engine = True
             try:

@@ -14,7 +14,8 @@ import aiohttp
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.engines import CLIENT_ROUTES, GENERATE, EnginePool
+from prl.orchestrator.engine_requests import GENERATE
+from prl.orchestrator.engines import CLIENT_ROUTES, EnginePool
 from prl.orchestrator.rollout import Generation
 from prl.runtime.process.keys import RunKeys
 
@@ -104,11 +105,14 @@ class ServedEngines(EnginePool):
         request_id: str,
         replica: int | None = None,
         telling: dict[str, Any] | None = None,
+        routing_start: int = 0,
     ) -> Generation:
         """As of the base class. `seed` makes an answer repeatable where the server honours it."""
         index = self._least_busy(self.decoding)
         if index not in self.names:
-            return await super().generate(prompt_ids, max_tokens, seed, salt, sampling, request_id, index, telling)
+            return await super().generate(
+                prompt_ids, max_tokens, seed, salt, sampling, request_id, index, telling, routing_start
+            )
         body = {
             "model": self.names[index],
             "prompt": prompt_ids,

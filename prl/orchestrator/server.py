@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from prl.runtime.process.keys import bears
-from prl.transport.serving import read_body, start_serving
+from prl.transport.frames import Message
+from prl.transport.serving import InPieces, read_body, start_serving
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -30,7 +31,7 @@ class BadRequest(ValueError):
 class TrainerService(Protocol):
     """What the routes call."""
 
-    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> bytes | None: ...
+    async def batch_for(self, step: int, data_rank: int, publications: int, timeout_s: float) -> Message | None: ...
     async def weights_published(self, publication: int, version: int, update_info: dict[str, object]) -> None: ...
     async def turn_reached(self, publication: int, timeout_s: float) -> bool: ...
     async def weights_delivered(self, publication: int, timeout_s: float) -> bool | None: ...
@@ -85,8 +86,8 @@ def make_app(service: TrainerService, key: str) -> web.Application:
 
     async def batch(request: web.Request) -> web.Response:
         step, data_rank, publications = (number(request.query, key) for key in ("step", "data_rank", "publications"))
-        body = await service.batch_for(step, data_rank, publications, LONG_POLL_S)
-        return web.Response(status=204) if body is None else web.Response(body=body)
+        message = await service.batch_for(step, data_rank, publications, LONG_POLL_S)
+        return web.Response(status=204) if message is None else web.Response(body=InPieces(message))
 
     async def weights(request: web.Request) -> web.Response:
         body = await read_fields(request)

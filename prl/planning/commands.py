@@ -10,11 +10,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from prl.config.quantised import local_copy_wanted
 from prl.config.schema import RunConfig
 from prl.config.world import takes_turns
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import (
     address_environment,
+    cpu_environment,
     engine_environment,
     kv_side_channel,
     meeting_point,
@@ -69,6 +71,11 @@ def _ports_of(role: RolePlan) -> Iterator[tuple[str, int]]:
         yield kv_side_channel(role.name), engine.dp_local
 
 
+# OpenMP's threads sleep while they wait: spinning, they take the cores from processes that others have started beside
+# these, and from each other
+IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
 def computing_processes(plan: RunPlan, node: int | None) -> int:
     """Inference and trainer processes that share a node's cores at a time; None: all nodes are one machine."""
     engines, ranks = (
@@ -95,7 +102,9 @@ def _process(plan: RunPlan, role: RolePlan, endpoints: Mapping[str, str], old: b
         f"  python -P -m prl.runtime.process.child $RUN_DIR {role.name}",
     ]
     if role.engine is not None and plan.config.inference.engine == "vllm":
-        path = plan.config.model.path if plan.config.model.path and not plan.config.warm_start else MODEL
+        config = plan.config
+        is_made = config.warm_start is not None or local_copy_wanted(config) is not None
+        path = config.model.path if config.model.path and not is_made else MODEL
         on_cpu = plan.config.deployment.device == "cpu"
         arguments = server_arguments(plan.config, role, path, endpoints, on_cpu=on_cpu, old=old)
         words = " ".join(word if MODEL in word else _quoted(word) for word in to_argv(arguments))
@@ -122,11 +131,13 @@ def _environment(plan: RunPlan, role: RolePlan, endpoints: Mapping[str, str]) ->
     variables = {
         "CUDA_VISIBLE_DEVICES": "" if on_cpu else ",".join(map(str, role.devices)),
         "OMP_NUM_THREADS": threads,
+        **IDLE_THREADS,
     }
     if role.role == "trainer":
         variables |= trainer_environment(config)
     if role.engine is not None and config.inference.engine == "vllm":
-        variables |= vllm_defaults(config) | engine_environment(config, role.engine)
+        variables |= vllm_defaults(config) | (cpu_environment(config) if on_cpu else {})
+        variables |= engine_environment(config, role.engine)
         variables |= address_environment(role, endpoints)
     return variables
 

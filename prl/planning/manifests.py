@@ -102,10 +102,16 @@ def _gpus(plan: RunPlan) -> int:
     return 0 if plan.config.deployment.device == "cpu" else plan.gpus_per_node
 
 
-def _required(value: str, flag: str, example: str, why: str) -> str:
-    if not value:
-        raise UserError(f"{flag} is missing.", where=f"prl.plan --emit: {flag}", why=why, fix=f"{flag}={example}")
-    return value
+def _refuse_missing(kind: str, wanted: dict[str, tuple[str, str, str]]) -> None:
+    """Raise UserError for all options without a value: option -> value, example, why it is wanted."""
+    missing = {option: rest for option, (value, *rest) in wanted.items() if not value}
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing.",
+            where=f"prl.plan --emit={kind}",
+            why="; ".join(why for _, why in missing.values()),
+            fix=" ".join(f"{option}={example}" for option, (example, _) in missing.items()),
+        )
 
 
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
@@ -113,8 +119,11 @@ def _required(value: str, flag: str, example: str, why: str) -> str:
 
 def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str, Any]]:
     """A ConfigMap with the plan, a headless Service, and an indexed Job with a pod for each node."""
-    image = _required(site.image, "--image", "REGISTRY/IMAGE:TAG", "pods run this package from an image of yours")
-    claim = _required(site.volume, "--volume", "CLAIM", "all pods share the run directory: a ReadWriteMany claim")
+    wanted = {
+        "--image": (site.image, "REGISTRY/IMAGE:TAG", "pods run this package from an image of yours"),
+        "--volume": (site.volume, "CLAIM", "all pods share the run directory: a ReadWriteMany claim"),
+    }
+    _refuse_missing("k8s", wanted)
     frozen = json.dumps(json.loads(plan_to_json(plan)), sort_keys=True, separators=(",", ":"))
     if len(frozen.encode()) > LARGEST_CONFIG_MAP - 1024:
         raise UserError(
@@ -128,7 +137,7 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
     labels = {"app.kubernetes.io/name": "prl", "app.kubernetes.io/instance": name}
     container: dict[str, Any] = {
         "name": "agent",
-        "image": image,
+        "image": site.image,
         "command": _agent(plan, f"{PLAN_MOUNT}/plan.json", "$(JOB_COMPLETION_INDEX)"),
         "volumeMounts": [
             {"name": "plan", "mountPath": PLAN_MOUNT, "readOnly": True},
@@ -136,7 +145,7 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
-    if wanted := variables_of(plan.config):
+    if variables := variables_of(plan.config):
         container["env"] = [
             {
                 "name": variable.name,
@@ -144,7 +153,7 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
                     "secretKeyRef": {"name": SECRET, "key": variable.name, "optional": not variable.is_required}
                 },
             }
-            for variable in wanted
+            for variable in variables
         ]
     if _gpus(plan):
         container["resources"] = {"limits": {"nvidia.com/gpu": _gpus(plan)}}
@@ -155,7 +164,7 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
         "containers": [container],
         "volumes": [
             {"name": "plan", "configMap": {"name": name}},
-            {"name": "outputs", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "outputs", "persistentVolumeClaim": {"claimName": site.volume}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -188,13 +197,15 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
 
 def skypilot(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str, Any]]:
     """One task. The checkout, its working directory, is installed on each node."""
-    _required(site.mount, "--mount", "/mnt/shared", "all nodes share the run directory")
+    wanted = {"--mount": (site.mount, "/mnt/shared", "all nodes share the run directory")}
+    if _gpus(plan):
+        wanted["--accelerator"] = (site.accelerator, "H100", "SkyPilot finds machines by their kind of GPU")
+    _refuse_missing("skypilot", wanted)
     name = f"{dns_label(plan.config.name, 1 + len(plan.point_id))}-{plan.point_id}"
     task: dict[str, Any] = {"name": name, "num_nodes": plan.num_nodes}
     resources: dict[str, Any] = {}
     if _gpus(plan):
-        kind = _required(site.accelerator, "--accelerator", "H100", "SkyPilot finds machines by their kind of GPU")
-        resources["accelerators"] = f"{kind}:{_gpus(plan)}"
+        resources["accelerators"] = f"{site.accelerator}:{_gpus(plan)}"
     if site.image:
         resources["image_id"] = f"docker:{site.image}"
     if resources:

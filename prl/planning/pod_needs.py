@@ -69,7 +69,7 @@ def check_image(name: str) -> None:
         where=f"--image={name}",
         why="it is [REGISTRY[:PORT]/]PATH[:TAG][@DIGEST], without https://, and its path has small letters, digits and "
         "single . _ - between them",
-        fix="--image=REGISTRY/IMAGE:TAG, as `docker pull` takes it",
+        fix="as `docker pull` takes it, in small letters: --image=ghcr.io/you/prl:1.0",
     )
 
 

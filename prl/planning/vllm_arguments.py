@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from prl.config.engines import learns_truncated, logprobs_of_kept, own_of, vllm_arguments_of
-from prl.config.schema import RunConfig
+from prl.config.families import FAMILIES
+from prl.config.schema import ModelCard, RunConfig
 from prl.config.world import takes_turns
 from prl.planning.run_plan import EnginePlan, RolePlan
 
@@ -17,6 +18,8 @@ PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
 BACKEND = "prl"  # weight_transfer_config.backend, as our plugin registers it
 
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPUs
+CPU_LATENT = (512, 64)  # numbers of a token, turned ones apart, that its latent attention on CPUs is compiled for
+JOINED = ("compilation_config", "hf_overrides")  # arguments of which inference.vllm may add to what is said here
 COLOCATED_MEMORY = 0.5  # of the GPU, for an engine that shares it with a trainer; inference.vllm may say otherwise
 MAX_PREFILL_TOKENS = 8192  # per step, as in the built-in engine
 
@@ -71,7 +74,23 @@ def server_arguments(
         arguments["quantization"] = inference.quantization
     if connectors := kv_connectors(config, engine):
         arguments["kv_transfer_config"] = connectors
-    return arguments | (cpu_arguments(config, engine.tp) if on_cpu else {}) | vllm_arguments_of(config, engine.kind)
+    if overrides := config_overrides(config):
+        arguments["hf_overrides"] = overrides
+    if on_cpu:
+        arguments |= cpu_arguments(config, engine.tp)
+    theirs = vllm_arguments_of(config, engine.kind)
+    for name in JOINED:
+        if isinstance(ours := arguments.get(name), dict) and isinstance(theirs.get(name), dict):
+            theirs = {**theirs, name: ours | theirs[name]}
+    return arguments | theirs
+
+
+def config_overrides(config: RunConfig) -> dict[str, Any]:
+    """What vLLM is to read in config.json beyond what the checkpoint's says: routers' logits in float32, where the
+    trainer has them so and the family's key for it is there.
+    """
+    family, card = FAMILIES.get(config.model.card.family), config.model.card
+    return {} if family is None else dict(family.router_facts(card.router_dtype))
 
 
 def kept_parameters(config: RunConfig) -> dict[str, Any] | None:
@@ -192,12 +211,10 @@ def cpu_arguments(config: RunConfig, tp: int) -> dict[str, Any]:
     """What vLLM's own defaults get wrong on a CPU that a whole run shares.
 
     Compiling takes minutes; the KV cache would take most of the machine's memory; and a request with a seed whose
-    prefill is cut in two ends the engine ("CPU Generator does not use offset", vLLM 0.32). With its own operators for
-    CPUs log-probabilities of latent attention are off by 0.1 from the second token on (vLLM 0.32).
+    prefill is cut in two ends the engine ("CPU Generator does not use offset", vLLM 0.32).
     """
-    latent = {"compilation_config": {"custom_ops": ["none"]}} if config.model.card.kv_lora_rank else {}
     return {
-        **latent,
+        **(latent_arguments(config.model.card) if config.model.card.kv_lora_rank else {}),
         "enforce_eager": True,
         "kv_cache_memory_bytes": kv_cache_bytes(config, tp),
         "enable_chunked_prefill": False,
@@ -205,13 +222,38 @@ def cpu_arguments(config: RunConfig, tp: int) -> dict[str, Any]:
     }
 
 
+def latent_arguments(card: ModelCard) -> dict[str, Any]:
+    """Of latent attention on a CPU, with vLLM 0.32.
+
+    Its rotary operator for CPUs is wrong for tensors of [tokens, heads, dim], of which it seems to take the stride of
+    heads for that of tokens: log-probabilities are off by 0.02 to 0.1 from the second token on. Other families hand it
+    two dimensions, for which it is right; here PyTorch's own operators take its place. And of two kernels the one for
+    AMX, which vLLM prefers where it can, knows bfloat16 only and drops the weights that an update would have to fill.
+    """
+    arguments: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return arguments if expands_latents(card) else arguments | {"attention_backend": "CPU_MLA"}
+
+
+def expands_latents(card: ModelCard) -> bool:
+    """Whether vLLM on a CPU keeps keys and values of every head: its latent attention there is for one size."""
+    return bool(card.kv_lora_rank) and (card.kv_lora_rank, card.qk_rope_head_dim) != CPU_LATENT
+
+
+def cpu_environment(config: RunConfig) -> dict[str, str]:
+    """Variables that vLLM is to find set on a CPU, unless the user says otherwise."""
+    return {"VLLM_MLA_DISABLE": "1"} if expands_latents(config.model.card) else {}
+
+
 def kv_cache_bytes(config: RunConfig, tp: int) -> int:
     """Bytes with which max_num_seqs sequences of max_model_len fit one engine of tp ranks, whole blocks each."""
     inference, card = config.inference, config.model.card
     name = config.model.dtype if inference.dtype == "auto" else inference.dtype
     blocks = inference.max_num_seqs * -(-inference.max_model_len // CPU_BLOCK_TOKENS) + 1  # one is vLLM's null block
-    shared = 1 if card.kv_lora_rank else min(tp, card.num_key_value_heads)  # each rank has the whole latent
-    token_bytes = len(card.attention_layers) * -(-card.cached_per_token // shared) * (4 if name == "float32" else 2)
+    expanded = expands_latents(card)  # values are as wide as keys then
+    numbers = 2 * card.num_attention_heads * card.head_dim if expanded else card.cached_per_token
+    heads = card.num_attention_heads if expanded else card.num_key_value_heads
+    shared = 1 if card.kv_lora_rank and not expanded else min(tp, heads)  # each rank has the whole latent
+    token_bytes = len(card.attention_layers) * -(-numbers // shared) * (4 if name == "float32" else 2)
     return blocks * CPU_BLOCK_TOKENS * token_bytes
 
 

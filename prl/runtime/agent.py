@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.console import shield_console
-from prl.config.errors import UserError
+from prl.config.errors import PassingError, UserError
+from prl.config.place_names import a_path
 from prl.planning.run_plan import RunPlan, plan_from_json
 from prl.runtime.directory.files import append_objects, as_user_error
 from prl.runtime.directory.identity import describe_process, job_name
@@ -45,10 +46,10 @@ TIME, PREEMPTED = "time", "preempted"  # what SLURM warns of
 def main() -> None:
     shield_console()
     parser = argparse.ArgumentParser(prog="prl agent", description=__doc__)
-    parser.add_argument("point", type=Path, nargs="?", help="a run directory with its plan.json")
-    parser.add_argument("--list", type=Path, help="a file of run directories, one line for each array element")
+    parser.add_argument("point", type=a_path, nargs="?", help="a run directory with its plan.json")
+    parser.add_argument("--list", type=a_path, help="a file of run directories, one line for each array element")
     parser.add_argument("--node", type=int, help="this node's index, where nobody else starts the agents")
-    parser.add_argument("--plan", type=Path, help="the plan.json of the point, where its directory has none yet")
+    parser.add_argument("--plan", type=a_path, help="the plan.json of the point, where its directory has none yet")
     parser.add_argument("--parent", type=int, help="the process with which to die: a sweep on this machine")
     parser.add_argument("--within", help="the SLURM job around that sweep: its end is ours, its requeueing is not")
     arguments = parser.parse_args()
@@ -158,7 +159,7 @@ def run_attempt(path: Path, job: str | None = None, within: str | None = None) -
                 warned = PREEMPTED
     except UserError as raised:
         error, warned = raised, None
-    again = conclude(plan, path, job, before, code, error, warned)
+    again = conclude(plan, path, job, before, code, error=error, warned=warned)
     if error is not None:
         raise error
     if again:
@@ -172,17 +173,21 @@ def conclude(
     job: str | None,
     before: list[dict[str, Any]],
     code: int,
-    error: UserError | None,
-    warned: str | None,
+    error: UserError | None = None,
+    warned: str | None = None,
+    failure: dict[str, Any] | None = None,
 ) -> bool:
     """Tell how an attempt ended, after those before it. Returns whether its job is to be requeued.
 
     Args:
         warned: of what SLURM has warned it: TIME or PREEMPTED.
+        failure: `class` and `message`, of an attempt that could not write its status; None: what stands there.
     """
     status, number = read_status(path), len(before) + 1
-    failure = {} if error is not None or code in (0, *_codes_of_signals()) else _failure_of_this_attempt(status)
-    kind = failure.get("class") or ("config" if error is not None else "code" if failure or code == 1 else None)
+    if failure is None:
+        failure = {} if error is not None or code in (0, *_codes_of_signals()) else _failure_of_this_attempt(status)
+    told = None if error is None else "node" if isinstance(error, PassingError) else "config"
+    kind = failure.get("class") or told or ("code" if failure or code == 1 else None)
     row = {"attempt": number, "ended": time.time(), "exit_code": code, "class": kind, "step": status.get("step", 0)}
     row["saved"] = status.get("saved")  # step of the newest checkpoint
     if warned is not None:

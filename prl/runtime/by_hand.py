@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -16,15 +17,16 @@ from pathlib import Path
 
 from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
+from prl.config.place_names import a_path
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import RunPlan
 from prl.runtime.agent import read_plan
 from prl.runtime.directory.status_file import read_status
 from prl.runtime.nodes.job_nodes import BY_HAND, KEY, Meeting, announce, without_job
-from prl.runtime.nodes.node_agent import serve_seat
+from prl.runtime.nodes.node_agent import NOT_JOINED, refuse_taken, serve_seat
 from prl.runtime.nodes.seats import LEADERS, Seat, seats_by_hand, seats_of_ranks
-from prl.runtime.nodes.torchrun import Torchrun, check_layout, take_torchrun
-from prl.runtime.process.gpus import visible_gpus
+from prl.runtime.nodes.torchrun import Torchrun, check_layout, looks_like_ranks, take_torchrun
+from prl.runtime.process.gpus import no_usable_gpus, visible_gpus
 from prl.runtime.process.signals import StopSignals
 
 FIND_LIMIT_S = 1800.0  # for rank 0 to compose, look at the machine and claim its directory
@@ -103,7 +105,7 @@ def run_role(kind: str) -> None:
     """`python -m prl.KIND POINT [--node=K]`. Leaves by SystemExit."""
     shield_console()
     parser = argparse.ArgumentParser(prog=f"prl.{kind}", description=__doc__)
-    parser.add_argument("point", type=Path, help="a frozen point: a directory with plan.json (prl.plan --freeze)")
+    parser.add_argument("point", type=a_path, help="a frozen point: a directory with plan.json (prl.plan --freeze)")
     parser.add_argument("--node", type=int, help="which of the plan's nodes this is, where several have such roles")
     arguments = parser.parse_args()
     try:
@@ -118,12 +120,18 @@ def run_role(kind: str) -> None:
 def _run_role(kind: str, path: Path, node: int | None) -> int:
     plan = read_plan(path)
     torchrun = take_torchrun() if kind == "trainer" else None
+    if (
+        kind == "trainer"
+        and torchrun is None
+        and (told := looks_like_ranks(os.environ, "the whole trainer of its node"))
+    ):
+        print(one_line(told), file=sys.stderr, flush=True)
     _leave_slurm()
     if plan.config.job not in LEADERS:
         raise UserError(
             f"{path} is a point of prl.{plan.config.job}, which has no roles to start by hand.",
             where=str(path / "plan.json"),
-            fix=f"python -m prl.runtime.agent {path}",
+            fix=f"python -m prl.runtime.agent {shlex.quote(str(path))}",
         )
     if torchrun is not None:
         check_layout(plan, torchrun, frozen=True)
@@ -143,6 +151,7 @@ def _run_role(kind: str, path: Path, node: int | None) -> int:
         if read_status(path).get("state") == "done":
             print(one_line(f"{path} is done already"), flush=True)
             return 0
+        refuse_taken(path, seats[index])
         print(f"{seats[index].name}: waiting for {seats[0].command}", flush=True)
         return take_seat(path, plan, index, seats[index], torchrun)
     with torchrun.signals() if torchrun else StopSignals() as signals:
@@ -182,8 +191,11 @@ def _find_seat(seats: tuple[Seat, ...], plan: RunPlan, kind: str, node: int | No
 def place_devices(plan: RunPlan, seat: Seat) -> None:
     """Have this process see the GPUs that its roles take where the plan counts them, if it sees those alone.
 
-    Where it sees all GPUs of the node, the plan's numbers hold. Raises UserError where it sees too few.
+    Where it sees all GPUs of the node, the plan's numbers hold. Raises UserError where it sees too few, or has none.
     """
+    takes_some = any(role.devices for role in plan.roles if seat.has(role))
+    if takes_some and (no_gpu := no_usable_gpus(plan)) is not None:
+        raise no_gpu
     kinds = {role.role for role in plan.roles if seat.has(role)}
     near = [role for role in plan.roles if role.role in kinds and role.node == seat.node]
     wanted = sorted({device for role in near for device in role.devices})
@@ -211,6 +223,9 @@ def take_seat(path: Path, plan: RunPlan, index: int, seat: Seat, torchrun: Torch
     if torchrun is not None and (torchrun.rank > 0 or LEADERS[plan.config.job] == "trainer"):
         # rank 0 says how it ended, by its exit code, too; another one here would cut its last words off
         return 1 if verdict is None and not signals.count else 0
+    if verdict == NOT_JOINED:
+        print(f"{names}: stopped before the run began", flush=True)
+        return signals.exit_code
     print(f"{names}: the run has ended: {verdict or 'its root is gone'}", flush=True)
     if verdict == "done":
         return 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,12 +18,15 @@ from prl.config.errors import AwayError, UserError
 from prl.config.keys import as_override
 from prl.config.point import UNTRAINED
 from prl.config.schema import InferenceConfig, RunConfig
+from prl.runtime.directory.files import parse_object
 
 LEASE = "/lease"
 RUN_HEADER = "X-Prl-Run"  # of every request of a run to engines that are not its own
 LEASE_S = 30.0  # of a server's lease without renewal
 RENEW_S = 2.0  # between two renewals
 ANSWER_S = 5.0  # for an answer that takes no work
+LOOK_S = 0.1  # between two looks whether somebody stops who waits for one
+MOST = 1 << 20  # bytes of it
 START = "python -m prl.inference, with inference=vllm for vLLM and our plugin"
 
 
@@ -83,7 +89,8 @@ def read_answer(url: str, status: int, text: str, inference: InferenceConfig) ->
 def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> UserError:
     """As far as what it answers to others tells what it is."""
     key = os.environ.get(inference.api_key_var or inference.control_key_var or "", "")
-    if _get(f"{url}/workers", key)[0] == 200:
+    code, text = _get(f"{url}/workers", key)
+    if code == 200 and "workers" in (parse_object(text) or {}):
         return UserError(
             f"{url} is a router: weights do not get through it.",
             where="inference.urls",
@@ -92,7 +99,7 @@ def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> Use
         )
     models, text = _get(f"{url}/v1/models", key)
     command = command_of(url, inference)
-    if models == 401 or (models == 200 and '"data"' in text):
+    if models == 401 or (models == 200 and "data" in (parse_object(text) or {})):
         return UserError(
             f"{url} serves models, but cannot be given weights: it is good for evaluation and distillation only.",
             where="inference.urls",
@@ -103,22 +110,47 @@ def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> Use
     return UserError(
         f"{url} is no inference engine.",
         where="inference.urls",
-        why=f"it answers {LEASE} by {status}, and has no /v1/models ({models or 'no answer'})",
+        why=f"it answers {LEASE} by {status}{' and something else than an engine' * (status == 200)}, and "
+        + (f"has no /v1/models ({models or 'no answer'})" if models != 200 else "names no models at /v1/models"),
         fix=f"the address of an engine: {START}",
     )
 
 
 def _get(url: str, key: str) -> tuple[int, str]:
     """Status and text; 0 for no answer."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with _opener().open(request, timeout=ANSWER_S) as response:
-            return response.status, response.read(1 << 20).decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read(1 << 20).decode(errors="replace")
-    except (OSError, ValueError, urllib.error.URLError):
+        return _fetch(url, key, lambda: False)
+    except (OSError, ValueError, HTTPException):
         return 0, ""
+
+
+def _fetch(url: str, key: str, stopped: Callable[[], bool]) -> tuple[int, str]:
+    """Status and text. Raises TimeoutError where not all has come within ANSWER_S, however steadily it comes, or before
+    somebody stops this; URLError, OSError, ValueError and HTTPException for who is not there, or speaks otherwise.
+    """
+    outcome: list[tuple[int, str] | Exception] = []
+
+    def ask() -> None:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+        try:
+            with _opener().open(request, timeout=ANSWER_S) as response:
+                outcome.append((response.status, response.read(MOST).decode(errors="replace")))
+        except urllib.error.HTTPError as error:
+            with error, contextlib.suppress(OSError, HTTPException):
+                outcome.append((error.code, error.read(MOST).decode(errors="replace")))
+        except Exception as error:  # for who waits
+            outcome.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)  # which nothing could end that waits in it for bytes
+    thread.start()
+    deadline = time.monotonic() + ANSWER_S
+    while thread.is_alive() and time.monotonic() < deadline and not stopped():
+        thread.join(LOOK_S)
+    if not outcome:
+        raise TimeoutError
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _opener() -> urllib.request.OpenerDirector:
@@ -178,13 +210,15 @@ def held_by_other(url: str, lease: dict[str, Any]) -> UserError:
     )
 
 
-def none_answers(inference: InferenceConfig, after_s: float | None = None) -> AwayError:
-    """All are away: from the start (None), or for so long."""
+def none_answers(inference: InferenceConfig, after_s: float | None = None, is_silent: bool = False) -> AwayError:
+    """All are away: from the start (None), or for so long. `is_silent`: some take connections."""
     urls = ", ".join(inference.urls)
     return AwayError(
         f"No engine answers: {urls}." if after_s is None else f"No engine has answered for {after_s:.0f} s: {urls}.",
         where="inference.urls" if after_s is None else f"inference.urls, deployment.start_timeout_s={after_s:g}",
-        why="nobody listens there, or nobody who answers from this machine",
+        why="who listens there takes connections, and gives no whole answer"
+        if is_silent
+        else "nobody listens there, or nobody who answers from this machine",
         fix=f"start them ({command_of(inference.urls[0], inference)}{', and so on' * (len(inference.urls) > 1)}; with "
         "inference=vllm for vLLM and our plugin); then this command again"
         + (", which resumes (a run by itself with its output_dir)" if after_s is not None else ""),
@@ -212,6 +246,8 @@ def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], s
     _, control = keys_of(inference)
     deadline, told = time.monotonic() + config.deployment.start_timeout_s, set[str]()
     waiting, found, renewals = list(inference.urls), 0, dict[str, int]()
+    away: list[str] = []
+    is_silent = False
 
     def tell(text: str) -> None:
         if text not in told:
@@ -220,7 +256,9 @@ def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], s
 
     while waiting and not stopped():
         for url in list(waiting):
-            state = _ask(url, control, inference)
+            state = _ask(url, control, inference, stopped)
+            if stopped():
+                return
             if isinstance(state, dict):
                 check_facts(url, state, config)
                 lease = state.get("lease")
@@ -234,28 +272,32 @@ def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], s
                 tell(f"{url}: takes connections, but does not answer yet")
                 continue
             else:
-                tell(f"{url}: no answer; the run takes it in when it comes")
+                away.append(url)
+                is_silent |= state == "loading"
             waiting.remove(url)
         if waiting:
             time.sleep(1.0)
     if not found and not stopped():
-        raise none_answers(inference)
+        raise none_answers(inference, config.deployment.start_timeout_s if is_silent else None, is_silent)
+    for url in away if found else ():
+        tell(f"{url}: no answer; the run takes it in when it comes")
 
 
-def _ask(url: str, control: str, inference: InferenceConfig) -> dict[str, Any] | str:
+def _ask(url: str, control: str, inference: InferenceConfig, stopped: Callable[[], bool]) -> dict[str, Any] | str:
     """What it says, or "loading" or "away". Raises UserError."""
-    request = urllib.request.Request(f"{url}{LEASE}", headers={"Authorization": f"Bearer {control}"})
     try:
-        with _opener().open(request, timeout=ANSWER_S) as response:
-            return read_answer(url, response.status, response.read().decode(errors="replace"), inference)
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code == 503:
-                return "loading"
-            return read_answer(url, error.code, error.read().decode(errors="replace"), inference)
+        code, text = _fetch(f"{url}{LEASE}", control, stopped)
     except TimeoutError:
         return "loading"
+    except HTTPException as error:
+        raise UserError(
+            f"{url} is no inference engine.",
+            where="inference.urls",
+            why=f"what listens there does not speak HTTP ({type(error).__name__}: {str(error)[:80]!r})",
+            fix=f"the address of an engine: {START}",
+        ) from error
     except urllib.error.URLError as error:
         return "loading" if isinstance(error.reason, TimeoutError) else "away"
     except (OSError, ValueError):
         return "away"
+    return "loading" if code == 503 else read_answer(url, code, text, inference)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from prl.config.console import one_line, shield_console
-from prl.config.errors import UserError
+from prl.config.errors import AwayError, PassingError, UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
 from prl.planning.planner import make_plan
@@ -26,8 +26,9 @@ from prl.runtime.directory.rundir import RunDir, claim, is_locked
 from prl.runtime.directory.status_file import State, StatusFile, read_status
 from prl.runtime.external import check_engines
 from prl.runtime.nodes.remote import Nodes, has_no_agents
-from prl.runtime.nodes.seats import Seat
+from prl.runtime.nodes.seats import Seat, starter_of
 from prl.runtime.people.progress import Progress
+from prl.runtime.plain_model import plain_model
 from prl.runtime.policy_stage import drop_converted, prepare_policy
 from prl.runtime.preflight import check_machine
 from prl.runtime.presence import Presence
@@ -63,8 +64,10 @@ def run(
     shield_console(works=True)
     plan = make_plan(config)
     alone = has_no_agents() and (not seats or plan.num_nodes == 1)
+    mine = [role for role in plan.roles if (seats[0].has(role) if seats and plan.num_nodes > 1 else role.node == 0)]
+    on_gpus = plan if any(role.devices for role in mine) else None
     with recording_refusals(plan):
-        check_machine(config, plan if alone else None, starts_all=alone and not seats)
+        check_machine(config, plan if alone else None, starts_all=alone and not seats, on_gpus=on_gpus)
     with nullcontext(signals) if signals else StopSignals() as signals:
         run_dir = claim(plan)
         on_claim(run_dir.path)
@@ -76,8 +79,9 @@ def run(
             if told is None:
                 raise
             raise told from error
-        except UserError:
-            if run_dir.fresh and not _has_worked(run_dir.path):
+        except UserError as error:
+            may_pass = isinstance(error, PassingError) and not isinstance(error, AwayError)  # then it resumes here
+            if run_dir.fresh and not may_pass and not _has_worked(run_dir.path):
                 run_dir.discard()
             raise
         finally:
@@ -109,7 +113,7 @@ def _record_refusal(plan: RunPlan, error: UserError) -> None:
                 return
             config = plan.config
             status = StatusFile(run_dir.path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours)
-            kept = {key: before[key] for key in ("step", "saved") if key in before}
+            kept = {key: before[key] for key in ("step", "saved", "started_by") if key in before}
             status.update(state="failed", failure=failure_of_root(error, error), **kept)
         finally:
             run_dir.release()
@@ -154,6 +158,8 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
     config = plan.config
     resume_step = _prepare_resume(path, config.job, home.progress)
     status = StatusFile(path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours)
+    status.content["started_by"] = starter_of(home.nodes.seats)
+    status.write()
     home.reaper.tell(f"status {status.path}")
     home.hours.begin(status.content["attempt"])
     try:
@@ -164,15 +170,10 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
             return Outcome(state, resume_step, failure)
         if config.inference.urls and config.job != "eval":
             check_engines(config, run_dir.run_id, home.progress.note, lambda: home.signals.count > 0)
-        init_model_path, warm = warm_start(plan, path, home, status)
-        if warm is not None and warm.state != "done":
-            status.update(state=warm.state, failure=warm.failure.to_status() if warm.failure else None)
-            return warm
-        if config.job == "eval":
-            init_model_path, read = prepare_policy(plan, path, home)
-            if read is not None and read.state != "done":
-                status.update(state=read.state, failure=read.failure.to_status() if read.failure else None)
-                return read
+        init_model_path, ended = _initial_model(plan, path, home, status)
+        if ended is not None:
+            status.update(state=ended.state, failure=ended.failure.to_status() if ended.failure else None)
+            return ended
         home.progress.begin(config.job)
         if resume_step:
             home.progress.note(f"resuming from the checkpoint of step {resume_step}")
@@ -185,6 +186,18 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
         status.update(state="failed", failure=status.content["failure"] or cause, step=step)
         raise
     return outcome
+
+
+def _initial_model(plan: RunPlan, path: Path, home: Household, status: StatusFile) -> tuple[str | None, Outcome | None]:
+    """Where the weights lie that the job begins with (None: as model.path says), made by stages of their own where that
+    is needed; and the outcome of the run if one of these was its end.
+    """
+    found, outcome = warm_start(plan, path, home, status)
+    if plan.config.job == "eval":
+        found, outcome = prepare_policy(plan, path, home)
+    if outcome is None or outcome.state == "done":
+        found, outcome = plain_model(plan, path, home, status, found)
+    return found, None if outcome is None or outcome.state == "done" else outcome
 
 
 def _prepare_resume(path: Path, job: str, progress: Progress) -> int:
@@ -243,7 +256,7 @@ def _after_failure(plan: RunPlan, path: Path, by_hand: bool) -> str:
 def how_to_go_on(plan: RunPlan, path: Path, does: str, by_hand: bool = False) -> str:
     """Which command does that. A sweep gives its points their directories, and takes no output_dir."""
     if by_hand:
-        return f"the commands of its roles, each once more, {does.removesuffix('s')} it"
+        return "to go on: the commands of its roles, each once more"
     place = shlex.quote(str(path))
     if plan.config.sweep is None:
         return f"the same command with output_dir={place} {does}"

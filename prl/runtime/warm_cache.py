@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prl.config.point import random_checkpoint_dir, short_hash, warm_start_key
+from prl.config.point import UNTRAINED, random_checkpoint_dir, short_hash, warm_start_key
+from prl.config.quantised import local_copy_wanted
+from prl.config.rules.names import as_file_name
 from prl.config.schema import RunConfig
 from prl.runtime.directory.own_modules import files_of, find_own_modules, hash_of
+
+PLAIN_FORMAT = 1  # of a checkpoint as engines want it; another number makes it anew
+TARGET = "target.json"  # in the directory of the stage that writes it: where to
 
 
 def warm_start_dir(config: RunConfig) -> Path:
@@ -26,9 +31,25 @@ def missing_in_cache(config: RunConfig) -> Path | None:
         path = warm_start_dir(config)  # the model that it begins with is needed only to make it
     elif config.model.path is None:
         path = random_checkpoint_dir(config.model, config.cache_dir)
+    elif (directory := local_copy_wanted(config)) is not None:
+        path = plain_dir(config, directory)
     else:
         return None
     return None if path.is_dir() else path
+
+
+def plain_dir(config: RunConfig, directory: Path) -> Path:
+    """Where the checkpoint in `directory` is kept as engines want it: by the model's card and dtype, and its files, or
+    the hub's commit of them.
+    """
+    if directory.parent.name == "snapshots":
+        files: list[object] = [directory.parent.parent.name, directory.name]
+    else:
+        stats = [(file.name, file.stat()) for file in sorted(directory.iterdir()) if file.is_file()]
+        files = [str(directory.resolve()), *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)]
+    card = config.model.card.model_dump(mode="json", exclude=UNTRAINED)
+    key = short_hash([PLAIN_FORMAT, card, config.model.dtype, config.model.impl, files])
+    return Path(config.cache_dir).expanduser() / "plain" / f"{as_file_name(config.model.name)}-{key}"
 
 
 def _describe_inputs(config: RunConfig) -> list[Any]:

@@ -16,7 +16,7 @@ from prl.config.schema import RunConfig
 from prl.models.adapters.lora import apply_lora
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.checkpoints.sources import resolve_model_path
-from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
+from prl.models.checkpoints.writing import export_checkpoint, hf_tensors
 from prl.models.layers.decoder import Decoder
 from prl.runtime.directory.checkpoints import TRAINER, step_dir
 from prl.runtime.directory.evaluation import CONVERTED, read_source
@@ -40,8 +40,7 @@ def main(ctx: ChildContext) -> None:
     model = read_policy(config, began, step_dir(run, source["step"]) / TRAINER)
     partial = evaluation / f"{CONVERTED}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
-    save_checkpoint(_with_beats(hf_tensors(model), ctx), partial, config.model.card)
-    copy_tokenizer(began, partial)
+    export_checkpoint(model, _with_beats(hf_tensors(model), ctx), began, partial, config.model.card)
     os.rename(partial, evaluation / CONVERTED)
 
 

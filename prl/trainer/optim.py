@@ -57,10 +57,10 @@ def by_mesh(params: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    """Matrices between hidden states. Not the router: moving all its rows alike changes no choice, and orthogonalising
-    would blow up just that direction.
+    """Matrices between hidden states. Not what only decides (routers, indexers): moving all of a router's rows alike
+    changes no choice, and orthogonalising would blow up just that direction.
     """
-    others = ("embed_tokens", "embed_out", "lm_head", "mlp.gate.", ".router.")
+    others = ("embed_tokens", "embed_out", "lm_head", "mlp.gate.", ".router.", ".indexer.")
     return param.dim() == 2 and not any(part in name for part in others)
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from prl.config.config_json import card_of_impl, check_card
 from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
-from prl.config.world import expert_dimension
+from prl.config.world import context_style, expert_dimension
 from prl.models.adapters.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
-from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.all_to_all import AllToAllDispatch
 from prl.models.experts.deepep import DeepEPDispatch
@@ -26,6 +26,7 @@ from prl.models.fp8.linears import apply_fp8
 from prl.models.layers.decoder import Decoder
 from prl.models.state_space.mixer import draw_decay, keeps_float32
 from prl.trainer.compilation import apply_compile
+from prl.trainer.indexer_training import train_indexers
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.memory.recompute import apply_checkpointing
 from prl.trainer.world import World, shard_mesh
@@ -37,8 +38,7 @@ def build_model(config: RunConfig, path: Path | None, world: World) -> Decoder:
     Without a path the weights are random and drawn in place, part by part (benchmarks).
     """
     if path is not None:
-        card = config.model.card
-        check_card(path, card.model_copy(update={"family": "other"}) if config.model.impl == "hf" else card)
+        check_card(path, card_of_impl(config.model))
     model = build_sharded(config, path, world)
     if path is not None:
         load_checkpoint(model, path)
@@ -61,8 +61,12 @@ def build_meta(config: RunConfig, path: Path | None) -> Decoder:
 
 def build_sharded(config: RunConfig, path: Path | None, world: World) -> Decoder:
     model = build_meta(config, path)
+    if config.model.indexer_loss_coef > 0:
+        train_indexers(model)
     if config.model.fp8 != "none":
         apply_fp8(model, config.model.fp8)
+    if world.cp > 1 and context_style(config) == "gather":
+        model.leave_latents()
     apply_expert_parallelism(model, config.parallelism, world)
     if config.memory_recipe.lora.rank:
         apply_lora(model, config.memory_recipe.lora, compute_dtype(config))

@@ -16,7 +16,7 @@ from prl.config.world import context_style, takes_turns
 from prl.metrics.mfu import packed_flops
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.routing import RoutingRecorder
-from prl.models.layers.attention import Attend
+from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import activate_attention
 from prl.planning.vllm_arguments import engine_share
@@ -25,6 +25,7 @@ from prl.trainer.context.parallel import ContextGroup, context_attention, shard_
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.head.head import logprob_head
 from prl.trainer.head.truncation import KeptSets
+from prl.trainer.indexer_training import IndexerTraining
 from prl.trainer.memory.optimizer_offload import local_gradients, master_weights, offload_optimizers
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
 from prl.trainer.parallelize import build_model
@@ -61,7 +62,8 @@ class Policy:
         self.compile_clock = CompileClock() if config.memory_recipe.compile else None
         self.model = build_model(config, model_path, world)
         self.balance = ExpertBalance(self.model, world, config.model.router_bias_update_rate)
-        self.expert_load: dict[str, float] = {}  # of the last optimizer step, for its metrics row
+        self.indexers = IndexerTraining(self.model, config.model.indexer_loss_coef, world.device)
+        self.figures: dict[str, float] = {}  # of the last optimizer step, for its metrics row
         self.optimizers = offload_optimizers(
             build_optimizers(self.model, optim), config.memory_recipe.optim_cpu_offload, world.device
         )
@@ -73,8 +75,9 @@ class Policy:
         self.lr = 0.0
         self.flops_formula = ""  # of what `flops` returned last
 
-    def forward(self, micro: MicroBatch, temperature: float = 1.0) -> TokenStats:
-        """Log-probability and entropy of every token in the loss mask.
+    def forward(self, micro: MicroBatch, temperature: float = 1.0, loss_tokens: int = 0) -> TokenStats:
+        """Log-probability and entropy of every token in the loss mask, of which the whole step has `loss_tokens` over
+        all ranks (0: nothing but a look).
 
         With context parallelism each rank runs its share of the tokens, and all ranks of the group get all results.
         """
@@ -87,7 +90,10 @@ class Policy:
         trains = bool(micro.loss_mask.any())
         if self.context is None:
             self.balance.expect(trains)
-            attend = attend_documents(self.config.model.card, doc_lens, device, self.config.model.attn)
+            attend: Attend | LatentAttend = attend_documents(
+                self.config.model.card, doc_lens, device, self.config.model.attn
+            )
+            self.indexers.begin(attend, rows - 1, loss_tokens)
             kept = _kept_sets(micro, rows, device)
             return TokenStats(
                 rows,
@@ -100,6 +106,7 @@ class Policy:
             torch.from_numpy(micro.loss_mask).to(device).roll(-1)
         )  # whether the token after this one is; row 0 is not
         slots = (shard.valid & trained[shard.index]).nonzero().squeeze(-1)
+        self.indexers.begin(attend, slots, loss_tokens)
         targets = shard.index[slots] + 1
         local = self.run_model(
             input_ids[shard.index],
@@ -133,7 +140,7 @@ class Policy:
         self,
         input_ids: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: Attend | LatentAttend,
         routed: Tensor | None,
         rows: Tensor,
         targets: Tensor,
@@ -171,7 +178,7 @@ class Policy:
             if applied:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.expert_load = self.balance.step(moves=applied)
+        self.figures = self.balance.step(moves=applied) | self.indexers.step()
         return OptimStep(grad_norm, time.perf_counter() - start, applied)
 
     def _all_agree(self, finite: bool) -> bool:

@@ -53,7 +53,7 @@ class TrainBatch:
     loss_docs: int  # trained documents over all data ranks (sequence-level losses divide by it)
     meta: dict[str, Any] = field(default_factory=dict)  # {"stop": bool, "checkpoint": bool, ...}
 
-    def to_bytes(self) -> bytes:
+    def to_message(self) -> frames.Message:
         arrays = {}
         for index, micro in enumerate(self.micro_batches):
             for f in fields(micro):
@@ -70,7 +70,7 @@ class TrainBatch:
         return frames.encode(header, arrays)
 
     @classmethod
-    def from_bytes(cls, message: bytes) -> TrainBatch:
+    def from_bytes(cls, message: bytes | bytearray | memoryview) -> TrainBatch:
         header, arrays = frames.decode(message)
         parts: list[dict[str, np.ndarray]] = [{} for _ in range(header["count"])]
         for key, value in arrays.items():

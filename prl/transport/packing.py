@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,12 @@ from prl.transport.kept import KeptTokens
 class Document:
     """One training sequence, aligned as in `prl.transport.batch`."""
 
-    input_ids: list[int]
-    loss_mask: list[bool]
-    logp_infer: list[float]
-    advantages: list[float]
-    versions: list[int]
-    routed_experts: np.ndarray | None = None  # [T, L, K] uint8 or uint16
+    input_ids: Sequence[int] | np.ndarray
+    loss_mask: Sequence[bool] | np.ndarray
+    logp_infer: Sequence[float] | np.ndarray
+    advantages: Sequence[float] | np.ndarray
+    versions: Sequence[int] | np.ndarray
+    routed_experts: list[np.ndarray] | None = None  # [some tokens, L, K] uint8 or uint16 each, T together
     kept: KeptTokens | None = None  # of truncated sampling
 
     def __len__(self) -> int:
@@ -65,8 +66,9 @@ def deal_rows(weights: list[int], data_ranks: int) -> list[list[int]]:
 
 def build_micro_batch(documents: list[Document]) -> MicroBatch:
     """Concatenate documents into one packed row."""
-    routed = [d.routed_experts for d in documents if d.routed_experts is not None]
-    assert len(routed) in (0, len(documents)), "routing must be recorded for all documents of a row or for none"
+    recorded = [d.routed_experts for d in documents if d.routed_experts is not None]
+    assert len(recorded) in (0, len(documents)), "routing must be recorded for all documents of a row or for none"
+    routed = [piece for pieces in recorded for piece in pieces]
     kept = None
     if any(d.kept is not None for d in documents):
         kept = KeptTokens.join(d.kept or KeptTokens.whole(len(d)) for d in documents)

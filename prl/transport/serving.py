@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.payload import Payload
 
 from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.transport.frames import Message
 
 HEAD_S = 15.0  # from connecting, or from the last answer, until a whole head must have come
 BODY_S = 60.0  # for the rest of a request
@@ -44,6 +47,22 @@ async def start_serving(
     await runner.setup()
     await web.SockSite(runner, listen_socket).start()
     return runner
+
+
+class InPieces(Payload):
+    """A large body, sent piece by piece and by no copy of the whole, so that the event loop serves others between."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(Message([*message.parts]), content_type="application/octet-stream")
+        self._size = len(message)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise TypeError("binary")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in self._value.pieces():
+            await writer.write(piece)
+            await asyncio.sleep(0)  # a socket that takes all at once would not let others in
 
 
 async def read_body(request: web.Request, most: int) -> bytes:

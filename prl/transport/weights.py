@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from prl.config.errors import UserError
+from prl.config.errors import PassingError, UserError
 from prl.config.schema import WeightTransportConfig
 from prl.transport.buckets import Announce, Chunk
 from prl.transport.flat import layout_of, tensor_at
@@ -111,7 +111,7 @@ class SharedMemoryPublisher:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 self.path.unlink()
-                raise UserError(
+                raise _kind_of_shortage(self.path, size)(
                     f"{size} bytes of shared memory for weights version {version} are not to be had: {error}",
                     where=str(self.path),
                     why="weight_transport=shared_memory holds a whole copy of the weights in /dev/shm",
@@ -133,6 +133,12 @@ class SharedMemoryPublisher:
     def acknowledge(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def _kind_of_shortage(path: Path, size: int) -> type[UserError]:
+    """Whether others take the room, who may leave, or the place is too small for so many bytes even when empty."""
+    place = os.statvfs(path.parent)
+    return PassingError if size < place.f_blocks * place.f_frsize else UserError
 
 
 def _map_shared(update_info: dict[str, Any], verify: bool) -> mmap.mmap:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from prl.config.errors import UserError
-from prl.runtime.directory.files import save_tensors
+from prl.config.errors import PassingError, UserError
+from prl.runtime.directory.files import is_full_disk, save_tensors
 from prl.transport.buckets import Announce
 
 FILE_BYTES = 1 << 30  # of one file; the writing rank holds no more than this, and one tensor, of a model
@@ -26,21 +26,24 @@ class FilesystemPublisher:
         weights_dir.mkdir(parents=True)
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> None:
-        """Raises UserError when the disk does not take it."""
+        """Raises UserError when the disk does not take it; PassingError when it is full."""
         from safetensors import SafetensorError
 
         partial = self.dir / f"step_{version}.partial"
         partial.mkdir(exist_ok=True)
         try:
             checksums = self._write(partial, tensors)
+            (partial / "manifest.json").write_text(json.dumps({"version": version, "files": checksums}))
         except (OSError, SafetensorError) as error:  # its Rust writer reports a full disk in its own type
-            raise UserError(
+            shutil.rmtree(partial, ignore_errors=True)  # what remains to be written needs its room
+            kind = PassingError if is_full_disk(error) else UserError
+            raise kind(
                 f"the weights of version {version} could not be written: {error}",
-                where=str(partial),
+                where=str(self.dir),
                 why="weight_transport=filesystem needs room for the model there",
-                fix="free space, point output_dir elsewhere, or use weight_transport=shared_memory",
+                fix="free space, and the same command resumes (a run by itself: with its output_dir), or use "
+                "weight_transport=shared_memory",
             ) from error
-        (partial / "manifest.json").write_text(json.dumps({"version": version, "files": checksums}))
         final = self.dir / f"step_{version}"
         partial.rename(final)
         versions = sorted(self.dir.glob("step_*[0-9]"), key=lambda p: int(p.name.split("_")[1]))

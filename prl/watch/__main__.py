@@ -15,8 +15,9 @@ from pathlib import Path
 
 from prl.config.console import one_line, shield_console
 from prl.config.errors import UserError
+from prl.config.place_names import a_path
 from prl.config.rules.rl import LOOPBACK_HOSTS
-from prl.runtime.directory.files import find_directories
+from prl.runtime.directory.files import find_directories, refuse_unreadable
 from prl.runtime.people.faults import holds_run
 from prl.watch.server import make_token, serve
 from prl.watch.store import Store
@@ -29,7 +30,7 @@ def main() -> None:
     """Leaves by SystemExit: 0 when it is interrupted, 2 for a mistake of the user."""
     shield_console()
     parser = argparse.ArgumentParser(prog="prl watch", description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", default=OUTPUTS, help="default: outputs")
+    parser.add_argument("directory", type=a_path, nargs="?", default=str(OUTPUTS), help="default: outputs")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     parser.add_argument("--port", type=int, help=f"default: {PORT}, or any that is free if it is taken; 0: any")
     arguments = parser.parse_args()
@@ -45,6 +46,7 @@ def main() -> None:
 def open_store(directory: Path) -> Store:
     """Raises UserError where there is no run to be seen."""
     root = directory.expanduser().resolve()
+    refuse_unreadable(root)
     store = Store(root)
     if root.is_dir():
         store.look()

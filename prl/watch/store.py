@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from prl.runtime.directory.files import read_object, why_no_object
 from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
 from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run
-from prl.status import ALONE, IDLE, cause_of, last_rows, role_state, true_state, waiting_points
+from prl.status import ALONE, IDLE, cause_of, last_rows, role_state, silent_points, true_state
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
@@ -51,13 +52,15 @@ class Run:
             self.plan = {**kept, "point_id": found.get("point_id")} if found else {}
         return self.plan
 
-    def state(self, waiting: dict[str, str]) -> dict[str, Any]:
+    def state(self, waiting: dict[str, tuple[str, str]]) -> dict[str, Any]:
         """What `prl.status` says of it."""
         config, status = self.config(), read_status(self.path)
         why = cause_of(self.path, status)
-        state = true_state(self.path, status) if status_path(self.path).exists() or why else "not started"
+        state = true_state(self.path, status) if os.path.exists(status_path(self.path)) or why else "not started"
         if state in (*IDLE, "not started"):
-            state = waiting.get(Path(self.name).name, waiting.get(ALONE, state))
+            state, _ = waiting.get(Path(self.name).name, waiting.get(ALONE, (state, "")))
+        if state == "done" and why:  # as prl.compare has it: only a file that cannot be read is a cause here
+            state = UNREADABLE
         failure = status.get("failure") or {}
         newest = last_rows(self.path)
         keys = ("reward", "eval/reward", "loss", "val_loss", "tokens_per_s", "staleness_mean", "mismatch_kl_mean")
@@ -88,7 +91,8 @@ class Store:
         self.runs: dict[str, Run] = {}
         self.lock = threading.Lock()
         self.looked_s = -LOOK_S
-        self.waiting: dict[str, tuple[float, dict[str, str]]] = {}  # sweep -> (when asked, point -> state)
+        # sweep -> (when asked, point -> state and cause)
+        self.waiting: dict[str, tuple[float, dict[str, tuple[str, str]]]] = {}
 
     def look(self) -> None:
         """Find runs that were not there before, and forget those that are gone."""
@@ -127,33 +131,37 @@ class Store:
         rows = [run.state(waiting[str(Path(run.name).parent)]) for run in runs]
         known = {row["name"] for row in rows}
         for sweep, points in waiting.items():
-            for point, state in points.items():
+            for point, (state, cause) in points.items():
                 name = (Path(sweep) / point).as_posix()
                 if name not in known and point != ALONE:
-                    why = "; ".join(find_faults(self.root / name))
-                    state = UNREADABLE if why and state == "missing" else state
-                    rows.append({"name": name, "sweep": sweep, "state": state, "why": why, "figures": {}, "swept": {}})
+                    told = {"name": name, "sweep": sweep, "state": state, "why": cause}
+                    rows.append(told | {"figures": {}, "swept": {}})
         records = [self.root / sweep / SWEEP_FILE for sweep in waiting]
-        faults = [why for path in records if path.exists() and (why := why_no_object(path))]
-        return {"root": str(self.root), "runs": sorted(rows, key=lambda row: row["name"]), "faults": faults}
+        damaged = [why for path in records if os.path.lexists(path) and (why := why_no_object(path))]
+        return {"root": str(self.root), "runs": sorted(rows, key=lambda row: row["name"]), "faults": damaged}
 
-    def _waiting(self, sweep: str) -> dict[str, str]:
+    def _waiting(self, sweep: str) -> dict[str, tuple[str, str]]:
         directory = self.root / sweep
-        if not (directory / SWEEP_FILE).exists():
+        if not os.path.exists(directory / SWEEP_FILE):
             return {}
         asked_s, found = self.waiting.get(sweep, (-QUEUE_S, {}))
         if time.monotonic() - asked_s > QUEUE_S:
             with contextlib.suppress(UserError):  # a record that is damaged: its runs are there none the less
-                found = waiting_points(directory)
+                found = silent_points(directory)
             self.waiting[sweep] = time.monotonic(), found
         return found
 
     def sweep_charts(self, sweep: str) -> dict[str, Any]:
-        """Mean curves of points that differ in their seed alone, with Student's 95 % interval over seeds."""
+        """Mean curves of points that differ in their seed alone, with Student's 95 % interval over seeds; points whose
+        files are damaged are named instead.
+        """
         self.look()
         runs = [run for run in list(self.runs.values()) if str(Path(run.name).parent) == sweep]
+        damaged = {run.name: why for run in runs if (why := "; ".join(find_faults(run.path)))}
         groups: dict[str, list[Run]] = {}
         for run in runs:
+            if run.name in damaged:
+                continue
             with run.lock:
                 run.series.poll()
             swept = run.config().get("swept") or {}
@@ -167,7 +175,8 @@ class Store:
                 if lines:
                     is_first = (role, key) == keys[0]
                     charts.append({"title": title if is_first else f"{title}: {role} {key}", "lines": lines})
-        return {"sweep": sweep, "charts": charts}
+        faults = [f"{Path(name).name} is not drawn: {why}" for name, why in sorted(damaged.items())]
+        return {"sweep": sweep, "charts": charts, "faults": faults}
 
     def common_tasks(self, one: str, other: str) -> list[dict[str, Any]]:
         """Held-out tasks that both points kept, each with the newest rollouts of both."""

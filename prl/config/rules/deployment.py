@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from prl.config.errors import UserError
 from prl.config.keys import as_override
@@ -34,33 +35,73 @@ def gpu_ids_fit(config: RunConfig, world: World) -> Iterator[UserError]:
     if world.spans_nodes:
         return
     infer, train = world.infer_gpu_ids, world.train_gpu_ids
-    for key, given, needed in (
-        ("infer_gpu_ids", deployment.infer_gpu_ids, world.engine_devices),
-        ("train_gpu_ids", deployment.train_gpu_ids, world.ranks),
-    ):
-        if given is None or not needed:
-            continue
-        right = f"deployment.{key}=null, or {needed} different numbers"
-        if len(given) != needed or len(set(given)) != len(given):
-            said = f"deployment.{key}={as_override(given)}"
-            yield UserError(
-                f"{said} does not name {needed} devices.", where=said, why="one for each process", fix=right
-            )
-            return
+    if misnamed := [*_misnamed(config, world, "infer_gpu_ids"), *_misnamed(config, world, "train_gpu_ids")]:
+        yield from misnamed
+        return
     if deployment.type == "colocated" and not set(infer) <= set(train):
         yield UserError(
             "Engines would have devices that the trainer has not.",
             where=f"deployment.infer_gpu_ids={as_override(infer)}, deployment.type=colocated",
             why=f"they share the trainer's own, {as_override(train)}",
-            fix="deployment.infer_gpu_ids=null, or deployment=disaggregated",
+            fix="deployment.infer_gpu_ids=null" + ("" if set(infer) & set(train) else ", or deployment=disaggregated"),
         )
     if deployment.type == "disaggregated" and set(infer) & set(train):
         yield UserError(
             "Engines and trainer would be on the same devices.",
             where=f"deployment.infer_gpu_ids={as_override(infer)}, deployment.train_gpu_ids={as_override(train)}",
             why="deployment.type=disaggregated gives each its own",
-            fix="deployment.train_gpu_ids=null, or deployment=colocated",
+            fix="deployment.train_gpu_ids=null" + (", or deployment=colocated" if set(infer) <= set(train) else ""),
         )
+
+
+def _misnamed(config: RunConfig, world: World, key: Literal["infer_gpu_ids", "train_gpu_ids"]) -> Iterator[UserError]:
+    """Of one of both keys: more or fewer devices than it has processes for, and devices that no node has."""
+    deployment, of_engines = config.deployment, key == "infer_gpu_ids"
+    given = deployment.infer_gpu_ids if of_engines else deployment.train_gpu_ids
+    needed = world.engine_devices if of_engines else world.ranks
+    if given is None or not needed:
+        return
+    said, several = f"deployment.{key}={as_override(given)}", "s" if needed > 1 else ""
+    if len(given) != needed or len(set(given)) != len(given):
+        fix = f"deployment.{key}=null, or {f'{needed} different numbers' if several else 'one number'}"
+        if len(set(given)) == len(given) and (_engines_fill if of_engines else _ranks_fill)(config, world, len(given)):
+            fix = f"deployment.num_{'infer' if of_engines else 'train'}_gpus={len(given)}, or {fix}"
+        what = f"{said} does not name {needed} device{several}."
+        yield UserError(what, where=said, why="one for each process", fix=fix)
+    per_node = deployment.gpus_per_node
+    beyond = [str(device) for device in given if device >= per_node]
+    if beyond and deployment.device != "cpu":  # CPU slots are as many as one likes
+        devices = f"devices {', '.join(beyond)}" if len(beyond) > 1 else f"device {beyond[0]}"
+        yield UserError(
+            f"deployment.{key} names {devices}, and a node has {per_node}.",
+            where=f"{said}, deployment.gpus_per_node={per_node}",
+            why=f"devices of a node are counted from 0: the last is {per_node - 1}",
+            fix=f"deployment.{key}=null, or deployment.gpus_per_node={1 + max(given)}",
+        )
+
+
+def _engines_fill(config: RunConfig, world: World, devices: int) -> bool:
+    """Whether whole engines take so many devices, had they so many, on one node."""
+    inference = config.inference
+    if inference.pd.num_prefill_gpus or devices == 0 or devices % (inference.tp * inference.dp):
+        return False
+    shared = config.deployment.type == "colocated"
+    return devices <= world.ranks if shared else _one_node_has(config, devices + world.ranks)
+
+
+def _ranks_fill(config: RunConfig, world: World, devices: int) -> bool:
+    """Whether a mesh of this parallelism takes so many devices, had the trainer so many, on one node."""
+    parallelism, replicas = config.parallelism, world.mesh.dp_replicate
+    if parallelism.dp_shard != "auto" or devices == 0 or devices % (replicas * world.mesh.cp):
+        return False
+    shared = config.deployment.type == "colocated"
+    return (parallelism.ep == "auto" or devices // replicas % parallelism.ep == 0) and (
+        devices >= world.engine_devices if shared else _one_node_has(config, devices + world.engine_devices)
+    )
+
+
+def _one_node_has(config: RunConfig, devices: int) -> bool:
+    return config.deployment.device == "cpu" or devices <= config.deployment.gpus_per_node
 
 
 nobody_takes_turns = Refuse(

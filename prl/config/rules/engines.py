@@ -90,12 +90,16 @@ def experts_can_be_spread(config: RunConfig, world: World) -> Iterator[UserError
     inference, card = config.inference, config.model.card
     wide = [group for group in engine_groups(config, world) if group.width > 1]
     if inference.expert_parallel and (card.num_experts == 0 or not wide):
+        unknown = wide and not card.is_native
         yield UserError(
-            "There are no experts to spread, or nothing to spread them over.",
+            f"The card of {config.model.name} counts no experts that could be spread."
+            if unknown
+            else "There are no experts to spread, or nothing to spread them over.",
             where=f"inference.expert_parallel=true, {card.num_experts} experts, "
             f"inference.tp={inference.tp}, inference.dp={inference.dp}",
             why="expert parallelism puts the experts of one engine on all its tp * dp devices",
-            fix="inference.expert_parallel=false, or inference.dp=8",
+            fix="inference.expert_parallel=false, or "
+            + ("model.card.num_experts=AS_MANY_AS_IT_HAS" if unknown else "inference.dp=8"),
         )
     for group in wide if inference.expert_parallel else []:
         if card.num_experts % group.width:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prl.config.config_json import FOREIGN
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, OPTIONAL, Family
 from prl.config.keys import as_override
@@ -36,14 +37,20 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
                     why="the architecture is a mixture of experts",
                     fix=f"model.card.{key}={usual}, or model=tiny_qwen3",
                 )
-    if card.mlp_only_layers and (
-        card.num_experts == 0 or not card.sparse_layers or max(card.mlp_only_layers) >= card.num_hidden_layers
-    ):
+    ours = config.model.impl != "hf" or (world.has_engines and config.inference.engine == "torch")
+    if ours and card.mlp_only_layers and card.num_experts and card.dense_layers and not card.sparse_layers:
+        yield UserError(
+            "No layer of this mixture has experts.",
+            where=f"model.card.mlp_only_layers={list(card.mlp_only_layers)}, {card.num_hidden_layers} layers",
+            why=f"prl/models builds a {card.family} with at least one layer of experts",
+            fix=FOREIGN if config.model.path else "model.card.mlp_only_layers=[]",
+        )
+    elif card.mlp_only_layers and (card.num_experts == 0 or max(card.mlp_only_layers) >= card.num_hidden_layers):
         yield UserError(
             "The layers without experts are not some of the layers of a mixture of experts.",
             where=f"model.card.mlp_only_layers={list(card.mlp_only_layers)}, {card.num_experts} experts, "
             f"{card.num_hidden_layers} layers",
-            why="they are counted from 0, and at least one layer must have experts",
+            why="they are counted from 0",
             fix="model.card.mlp_only_layers=[]",
         )
     if family is not None and card.dense_layers and card.intermediate_size == 0:
@@ -71,6 +78,13 @@ def card_is_complete(config: RunConfig, world: World) -> Iterator[UserError]:
         )
     if family is not None and family.is_latent:
         yield from _latents_are_complete(card)
+        if ours and card.v_head_dim > card.head_dim:
+            yield UserError(
+                "Values cannot be wider than queries.",
+                where=f"model.card.v_head_dim={card.v_head_dim}, model.card.head_dim={card.head_dim}",
+                why="attention kernels take one width, to which values are padded",
+                fix=FOREIGN if config.model.path else f"model.card.v_head_dim={card.head_dim}",
+            )
     if family is not None and family.is_sparse:
         yield from _indexers_are_complete(card)
     if card.num_experts_per_tok > card.num_experts:
@@ -150,13 +164,6 @@ def _latents_are_complete(card: ModelCard) -> Iterator[UserError]:
             f"model.card.qk_rope_head_dim={card.qk_rope_head_dim}",
             why="a query has a part that is not turned by position, and one that is",
             fix=f"model.card.head_dim={card.qk_nope_head_dim + card.qk_rope_head_dim}",
-        )
-    if card.v_head_dim > card.head_dim:
-        yield UserError(
-            "Values cannot be wider than queries.",
-            where=f"model.card.v_head_dim={card.v_head_dim}, model.card.head_dim={card.head_dim}",
-            why="attention kernels take one width, to which values are padded",
-            fix=f"model.card.v_head_dim={card.head_dim}",
         )
 
 
@@ -261,6 +268,26 @@ router_bias_has_a_router = first_of(
     given=lambda c, w: c.model.router_bias_update_rate > 0,
 )
 
+indexers_can_learn = first_of(
+    Refuse(
+        lambda c, w: c.model.card.index_topk == 0 or c.model.impl == "hf",
+        "{model.name} has no indexers that could be trained.",
+        where="{model.indexer_loss_coef=}",
+        why=lambda c, w: (
+            "transformers' code of them passes no gradient" if c.model.card.index_topk else "its attention is dense"
+        ),
+        fix="model.indexer_loss_coef=0",
+    ),
+    Refuse(
+        lambda c, w: c.memory_recipe.lora.rank > 0,
+        "Indexers cannot learn beside adapters.",
+        where="{model.indexer_loss_coef=}, {memory_recipe.lora.rank=}",
+        why="adapters alone are trained, stored and sent to engines",
+        fix="model.indexer_loss_coef=0, or memory=balanced",
+    ),
+    given=lambda c, w: c.model.indexer_loss_coef > 0,
+)
+
 engine_knows_the_model = Refuse(
     lambda c, w: w.has_engines and not c.model.card.is_native and c.inference.engine == "torch",
     "The built-in engine cannot run {model.name}.",
@@ -285,11 +312,11 @@ def attention_kernels_fit(config: RunConfig, world: World) -> Iterator[UserError
                     why="flash kernels compute in bfloat16 on GPUs; SDPA would run in their place",
                     fix=f"model.attn=auto, or {fix}",
                 )
-    elif model.attn == "sdpa" and parallelism.cp > 1 and world.cp_style == "ring":
+    elif model.attn == "sdpa" and parallelism.cp > 1 and world.cp_style != "ulysses" and not model.card.index_topk:
         yield UserError(
-            "A ring cannot run SDPA.",
-            where=f"model.attn=sdpa, parallelism.cp={parallelism.cp}, parallelism.cp_style=ring",
-            why="parts of the keys are put together by their log-sum-exp, which only the flash kernels return",
+            f"Context parallelism by {world.cp_style} cannot run SDPA.",
+            where=f"model.attn=sdpa, parallelism.cp={parallelism.cp}, parallelism.cp_style={world.cp_style}",
+            why="its backward pass starts from the log-sum-exp, which only the flash kernels return",
             fix="model.attn=auto, or parallelism.cp_style=ulysses",
         )
 
@@ -298,16 +325,8 @@ FP8_BLOCK = 128
 
 
 def fp8_fits_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
-    """DeepGEMM's kernels; the emulated ones take any size and any dtype. Neither knows experts without a gate."""
+    """DeepGEMM's kernels; the emulated ones take any size and any dtype."""
     model = config.model
-    family = FAMILIES.get(model.card.family)
-    if model.fp8 != "none" and family is not None and not family.gated:
-        yield UserError(
-            f"{model.name} cannot be trained in FP8.",
-            where=f"model.fp8={model.fp8}, model.card.family={model.card.family}",
-            why="block-scaled experts are built for SwiGLU, and its own are of two matrices",
-            fix="model.fp8=none",
-        )
     if model.fp8 != "deep_gemm":
         return
     if model.dtype != "bfloat16":
@@ -327,6 +346,9 @@ def fp8_fits_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
         "q_lora_rank": card.q_lora_rank,
         "intermediate_size": 0 if card.num_experts else card.intermediate_size,
         "moe_intermediate_size": card.moe_intermediate_size,
+        "moe_latent_size": card.moe_latent_size,
+        "moe_shared_expert_intermediate_size": card.moe_shared_expert_intermediate_size,
+        "mamba_num_heads * mamba_head_dim": card.mamba_num_heads * card.mamba_head_dim,
     }
     uneven = {name: size for name, size in sizes.items() if size % FP8_BLOCK}
     if uneven:

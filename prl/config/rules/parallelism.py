@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
+from prl.config.foreign import is_transformers_code
 from prl.config.keys import as_override
 from prl.config.rules.rule import Refuse, each_of, first_of, next_divisor
 from prl.config.schema import ParallelismConfig, RunConfig
@@ -26,7 +27,7 @@ ep_divides_experts = first_of(
         why="ep must divide num_experts",
         fix=lambda c, w: f"parallelism.ep={fitting_ep(c, w)}",
     ),
-    given=lambda c, w: w.mesh.ep > 1,
+    given=lambda c, w: w.mesh.ep > 1 and not is_transformers_code(c.model),  # see custom_code_is_there
 )
 
 
@@ -167,6 +168,22 @@ def ulysses_divides_states(config: RunConfig, world: World) -> Iterator[UserErro
         )
 
 
+def card_claims_what_layers_can(config: RunConfig, world: World) -> Iterator[UserError]:
+    """A card may leave out ways of its family, and not invent any."""
+    card = config.model.card
+    family = FAMILIES.get(card.family)
+    claims = () if family is None else (("cp_styles", family.cp_styles), ("ac_targets", family.ac_targets))
+    for key, can in claims:
+        said = getattr(card, key)
+        if not set(said) <= set(can):
+            yield UserError(
+                f"The layers of {card.family} have no {', '.join(one for one in said if one not in can)}.",
+                where=f"model.card.{key}=[{','.join(said)}]",
+                why=f"they are built for {', '.join(can)}",
+                fix=f"model.card.{key}=[{','.join(can)}]",
+            )
+
+
 model_knows_cp_style = Refuse(
     lambda c, w: c.parallelism.cp > 1 and w.cp_style not in c.model.card.cp_styles,
     "{model.name} does not support context parallelism by {parallelism.cp_style}.",
@@ -229,7 +246,7 @@ def mesh_fills_the_devices(config: RunConfig, world: World) -> Iterator[UserErro
 
 def custom_code_is_there(config: RunConfig, world: World) -> Iterator[UserError]:
     model, memory, mesh = config.model, config.memory_recipe, world.mesh
-    if model.impl != "hf" and model.card.is_native:
+    if not is_transformers_code(model):
         return
     if model.impl == "custom":
         yield UserError(
@@ -265,4 +282,6 @@ def custom_code_is_there(config: RunConfig, world: World) -> Iterator[UserError]
                 "EP, CP, selective checkpointing, compilation, FP8, router biases, replayed routing and the chunked LM "
                 "head need model.impl=custom"
             )
-            yield UserError("Hugging Face model code cannot do this.", where=where, why=why, fix=fix)
+            spread = mesh.ep > 1 and fix == "parallelism.ep=1"
+            what = "spread experts over ranks" if spread else "do this"
+            yield UserError(f"Hugging Face model code cannot {what}.", where=where, why=why, fix=fix)

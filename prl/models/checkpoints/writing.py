@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prl.config.cards import card_to_hf_config
+from prl.config.config_json import read_config_json
+from prl.config.families import NOTHING
+from prl.config.quantised import without_section
 from prl.config.schema import ModelCard
 from prl.models.adapters.lora import merged_parameters
+from prl.models.checkpoints.further_layers import further_layers
 from prl.models.checkpoints.reading import INDEX
 from prl.models.layers.decoder import Decoder
 from prl.runtime.directory.files import save_tensors
+
+SHARD_BYTES = 5 << 30
+log = logging.getLogger("prl")
 
 
 def hf_tensors(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -30,10 +39,34 @@ def hf_tensors(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tup
         yield from model.to_hf(name, whole.to(dtype) if narrows else whole)
 
 
-def save_checkpoint(
-    tensors: Iterable[tuple[str, Tensor]], path: Path, card: ModelCard, shard_bytes: int = 5 << 30
+def export_checkpoint(
+    model: Decoder,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    target: Path,
+    card: ModelCard,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write safetensors shards, their index and config.json (of another family: `copy_tokenizer` brings it)."""
+    """All that a checkpoint of `model` at `target` needs to stand alone: its `tensors`, and from the checkpoint at
+    `source` the layers that predict further tokens, tokenizer and chat template.
+    """
+    with further_layers(model, source) as further:
+        whole = chain(tensors, further.tensors(model.head_weight.dtype))
+        save_checkpoint(whole, target, card, shard_bytes, further.config)
+    copy_tokenizer(source, target, further.config)
+
+
+def save_checkpoint(
+    tensors: Iterable[tuple[str, Tensor]],
+    path: Path,
+    card: ModelCard,
+    shard_bytes: int = SHARD_BYTES,
+    more: Mapping[str, Any] = NOTHING,
+) -> None:
+    """Write safetensors shards, their index and config.json (of another family: `copy_tokenizer` brings it).
+
+    more: keys of config.json that the card has no fact for.
+    """
     path.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     where: dict[str, int] = {}
@@ -58,13 +91,28 @@ def save_checkpoint(
         listing = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
         (path / INDEX).write_text(json.dumps(listing, indent=1))
     if card.is_native:
-        (path / "config.json").write_text(json.dumps(card_to_hf_config(card), indent=1) + "\n")
+        write_config_json(card_to_hf_config(card) | dict(more), path)
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what is not weights (tokenizer, chat template, generation config), so that the export stands alone."""
+def copy_tokenizer(source: Path, target: Path, more: Mapping[str, Any] = NOTHING) -> None:
+    """Copy what is not weights (tokenizer, chat template, generation config), so that the export stands alone. Where
+    the source is gone, a warning says so.
+
+    A config.json that is not there yet is the source's, without its quantisation, and with the keys of `more`.
+    """
+    if not source.is_dir():
+        log.warning("%s is without tokenizer and chat template: %s, which had them, is gone", target, source)
+        return
     for file in source.iterdir():
         keep = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.startswith("model.safetensors")
-        written = file.name == "config.json" and (target / file.name).exists()
-        if file.is_file() and keep and not written:
+        if file.is_file() and keep and file.name != "config.json":
             shutil.copy2(file, target / file.name)
+    if (source / "config.json").is_file() and not (target / "config.json").exists():
+        config = without_section(read_config_json(source))
+        inner = config.get("text_config") or {}
+        (inner if any(key in inner for key in more) else config).update(more)
+        write_config_json(config, target)
+
+
+def write_config_json(config: Mapping[str, Any], path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")

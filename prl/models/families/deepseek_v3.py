@@ -13,7 +13,11 @@ from prl.models.names.decoder import Names
 
 
 class DeepseekV3(Decoder):
-    names = Names(has_more_layers=True)
+    names = Names(
+        has_more_layers=True,
+        wrapper="language_model.",  # Kimi-K2.5, which sees
+        beside=("vision_tower.", "mm_projector."),
+    )
 
     @classmethod
     def layer(cls, card: ModelCard, index: int) -> DecoderLayer:

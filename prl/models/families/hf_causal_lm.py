@@ -8,6 +8,7 @@ its attention through the `attend` of the caller: packed documents are separated
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +21,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES
+from prl.config.foreign import carries_state, has_sinks, not_trainable
 from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
+from prl.models.names.decoder import MTP
 from prl.models.names.region import Region, cut
 from prl.models.names.transformers import checkpoint_regions
 
 ATTENTION = "prl_packed"
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# keys of a config that change the logits after the last matrix product, and the values that change nothing
-NEUTRAL = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,19 @@ class HFCausalLM(nn.Module):
         """
         if hf_name in self._regions:
             return self._regions[hf_name]
-        dropped = hf_name in self._aliases or hf_name.endswith(".inv_freq")
+        dropped = hf_name in self._aliases or hf_name.endswith(".inv_freq") or self.is_further(hf_name)
         return None if dropped or (hf_name == "lm_head.weight" and self.card.tie_word_embeddings) else Region(hf_name)
+
+    def own_name(self, hf_name: str) -> str | None:
+        """As `Decoder.own_name`: checkpoints are this model's alone."""
+        return hf_name
+
+    def is_further(self, hf_name: str) -> bool:
+        """As `Decoder.is_further`, where config.json says that there are such layers, or their names do."""
+        layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+        behind = layer is not None and int(layer[1]) >= self.card.num_hidden_layers
+        counted = getattr(self.lm.config, "num_nextn_predict_layers", None)
+        return (behind and bool(counted)) or (hf_name.startswith(MTP) and not hasattr(self, "mtp"))
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """One whole parameter -> its checkpoint tensors (views)."""
@@ -149,11 +161,15 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
     """
     config = read_config(path, card)
     check_supported(config, path)
+    check_attention(config, path)
     AttentionInterface.register(ATTENTION, attend_packed)
     with meta_parameters():
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     lm.tie_weights()
+    check_states(lm, path)
     check_head_bias(lm, path)
+    check_sinks(lm, path)
+    check_empty(lm, path)
     # in eval mode no dropout is at work, whatever config.json says: engines sample without, and recomputed layers would
     # draw other numbers the second time
     return HFCausalLM(lm.eval(), card.model_copy(update={"family": "other"}))
@@ -161,7 +177,10 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
 
 def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
     if path is not None:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
+        if hasattr(config, "quantization_config"):  # weights are dequantised on reading
+            del config.quantization_config
+        return config
     from prl.config.cards import card_to_hf_config
 
     if not card.is_native:
@@ -176,22 +195,29 @@ def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
 
 
 def check_supported(config: PretrainedConfig, path: Path | None) -> None:
-    fields = config.get_text_config().to_dict()
-    odd = sorted(set(fields.get("layer_types") or ()) - KNOWN_LAYERS)
-    if odd:
+    """What config.json says or transformers takes it to say."""
+    if (error := not_trainable(config.get_text_config().to_dict(), str(path))) is not None:
+        raise error
+
+
+def check_states(lm: PreTrainedModel, path: Path | None) -> None:
+    """Layers that carry something from token to token past attention, whatever config.json calls them: transformers
+    says so of a class (`_is_stateful`), and convolutions along the tokens show.
+    """
+    if lm._is_stateful or any(isinstance(module, nn.Conv1d) for module in lm.modules()):
+        raise carries_state(lm.config.model_type, "", str(path))
+
+
+def check_attention(config: PretrainedConfig, path: Path | None) -> None:
+    """Before the model is built: some classes would fail there, others at the first step."""
+    classes = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if isinstance(classes, type) and not (classes._supports_attention_backend or classes._is_stateful):
         raise UserError(
-            f"{fields['model_type']} has layers of a kind that cannot separate packed documents: {', '.join(odd)}.",
+            f"{config.model_type} computes its attention itself.",
             where=str(path),
-            why="only attention layers take part in packing; recurrent ones would carry state across documents",
-            fix="a model with attention layers only",
-        )
-    scaled = [key for key, neutral in NEUTRAL.items() if fields.get(key) not in neutral]
-    if scaled:
-        raise UserError(
-            f"{fields['model_type']} changes its logits after the LM head: {', '.join(scaled)}.",
-            where=str(path),
-            why="losses are computed from hidden states and the LM head's weight",
-            fix="a model without these, or a custom implementation in prl/models",
+            why="documents of a row are kept apart by our attention, which transformers lets no other code call than "
+            f"that of its attention interface; {classes.__name__} is not among it",
+            fix="another model, or a custom implementation in prl/models",
         )
 
 
@@ -202,6 +228,24 @@ def check_head_bias(lm: PreTrainedModel, path: Path | None) -> None:
             where=str(path),
             why="losses are computed from hidden states and the LM head's weight",
             fix="a model without it, or a custom implementation in prl/models",
+        )
+
+
+def check_sinks(lm: PreTrainedModel, path: Path | None) -> None:
+    """Before weights are read: `attend_packed` would say so at the first step."""
+    if any(name.endswith(".sinks") for name, _ in lm.named_parameters()):
+        raise has_sinks(lm.config.model_type, str(path))
+
+
+def check_empty(lm: PreTrainedModel, path: Path | None) -> None:
+    """Matrices of a part that the model has none of (n_shared_experts=0): FSDP fails on them in backward."""
+    empty = [name for name, param in lm.named_parameters() if not param.numel()]
+    if empty:
+        raise UserError(
+            f"transformers' code of {lm.config.model_type} has empty parameters here: {empty[0]}.",
+            where=str(path),
+            why="what is sharded cannot be empty",
+            fix="model.impl=custom" if lm.config.model_type in FAMILIES else "another model",
         )
 
 
@@ -250,8 +294,11 @@ def attend_packed(
         )
     assert not dropout, "models run in eval mode"
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [N, H, D]
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if v.shape[-1] > q.shape[-1]:  # kernels pad values, not queries and keys
+        q, k = (F.pad(t, (0, v.shape[-1] - q.shape[-1])) for t in (q, k))
     usual = q.shape[-1] ** -0.5
-    if scaling is not None and scaling != usual:
+    if scaling != usual:
         q = q * (scaling / usual)
     if softcap is None and (sliding_window is None or packing.longest <= sliding_window):
         return packing.attend(0, q.contiguous(), k.contiguous(), v.contiguous()).unsqueeze(0), None

@@ -13,7 +13,9 @@ from prl.models.names.decoder import Names
 
 
 class MiniMaxM2(Decoder):
-    names = Names(mlp="block_sparse_moe", gate="w1", up="w3", down="w2", bias="e_score_correction_bias")
+    names = Names(
+        mlp="block_sparse_moe", gate="w1", up="w3", down="w2", bias="e_score_correction_bias", has_more_layers=True
+    )
 
     @classmethod
     def layer(cls, card: ModelCard, index: int) -> DecoderLayer:

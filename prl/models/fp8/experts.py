@@ -1,4 +1,4 @@
-"""SwiGLU experts whose GEMMs are block-scaled, from the routed tokens to what goes back to them as one operation.
+"""Experts whose GEMMs are block-scaled, from the routed tokens to what goes back to them as one operation.
 
 Rows lie in the padded order of `fp8_groups`, so that no block of 128 tokens crosses experts. The activation is never
 written: forward casts it for the second GEMM, backward makes it again where the second weight's gradient needs it, and
@@ -21,54 +21,57 @@ from prl.models.fp8.groups import GroupedRows, group_rows
 from prl.models.sharding import local_part
 
 
-class SwigluExperts(torch.autograd.Function):
-    """`swiglu_experts`."""
+class _ScaledExperts(torch.autograd.Function):
+    """`scaled_experts`."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        gate_up: Tensor,
+        first: Tensor,
         down: Tensor,
         scale: Tensor,
         groups: GroupedRows,
         padded: bool,
         backend: str,
     ) -> Tensor:
+        gated = first.shape[1] == 2 * down.shape[2]
         rows, _ = cast([x], rows=True, columns=False, source=groups.source_of(padded))
-        hidden = multiply_groups(rows, cast_blocks(gate_up), groups, x.dtype, backend)  # [Mp, 2I]
-        activated = cast_swiglu(hidden, scale)
-        ctx.args = groups, padded, backend
-        ctx.save_for_backward(x, gate_up, down, scale, hidden)
+        hidden = multiply_groups(rows, cast_blocks(first), groups, x.dtype, backend)  # [Mp, 2I], or [Mp, I]
+        activated = (cast_swiglu if gated else cast_squared_relu)(hidden, scale)
+        ctx.args = groups, padded, backend, gated
+        ctx.save_for_backward(x, first, down, scale, hidden)
         y = multiply_groups(activated, cast_blocks(down), groups, x.dtype, backend)
         return y if padded else groups.unpad(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate_up, down, scale, hidden = ctx.saved_tensors
-        groups, padded, backend = ctx.args
+        x, first, down, scale, hidden = ctx.saved_tensors
+        groups, padded, backend, gated = ctx.args
         source = groups.source_of(padded)
         rows, columns = cast([grads[0]], rows=True, columns=True, source=source)
         grad = multiply_groups(rows, cast_blocks(down, transposed=True), groups, x.dtype, backend)  # [Mp, I]
-        rows, hidden_columns, activated, grad_scale = cast_swiglu_backward(hidden, scale, grad)
+        casts = cast_swiglu_backward if gated else cast_squared_relu_backward
+        rows, hidden_columns, activated, grad_scale = casts(hidden, scale, grad)
         del hidden, grad
         grad_down = multiply_group_columns(columns, activated, groups, down.dtype, backend)
-        grad_x = multiply_groups(rows, cast_blocks(gate_up, transposed=True), groups, x.dtype, backend)
+        grad_x = multiply_groups(rows, cast_blocks(first, transposed=True), groups, x.dtype, backend)
         _, columns = cast([x], rows=False, columns=True, source=source)
-        grad_gate_up = multiply_group_columns(hidden_columns, columns, groups, gate_up.dtype, backend)
+        grad_first = multiply_group_columns(hidden_columns, columns, groups, first.dtype, backend)
         grad_x = grad_x if padded else groups.unpad(grad_x)
-        return grad_x, grad_gate_up, grad_down, grad_scale.to(scale.dtype), None, None, None
+        return grad_x, grad_first, grad_down, grad_scale.to(scale.dtype), None, None, None
 
 
-def swiglu_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, scale: Tensor, groups: GroupedRows, padded: bool, backend: Backend
+def scaled_experts(
+    x: Tensor, first: Tensor, down: Tensor, scale: Tensor, groups: GroupedRows, padded: bool, backend: Backend
 ) -> Tensor:
-    """x [M, H] sorted by expert, gate_up [E, 2I, H], down [E, H, I] -> down_e (silu(gate) * up * scale) [M, H].
+    """x [M, H] sorted by expert, first [E, 2I, H], down [E, H, I] -> down_e (silu(gate) * up * scale) [M, H]; where
+    there is no gate, first [E, I, H] and the squared ReLU.
 
     scale [Mp] is in the padded order. padded: x and the result are too, [Mp, H]; then it does not matter what lies in
     rows of padding, in the gradients neither.
     """
-    return SwigluExperts.apply(x, gate_up, down, scale, groups, padded, backend)
+    return _ScaledExperts.apply(x, first, down, scale, groups, padded, backend)
 
 
 # --- the activation ---------------------------------------------------------------------------------------------------
@@ -102,6 +105,19 @@ def cast_swiglu_backward(gate_up: Tensor, scale: Tensor, grad: Tensor) -> tuple[
     return rows, columns, activated, (grad * gate * sigmoid * up).sum(1)
 
 
+def cast_squared_relu(up: Tensor, scale: Tensor) -> Scaled:
+    """up [Mp, I], scale [Mp] -> `cast_rows` of relu(up) ** 2 * scale [Mp, I] (arXiv:2109.08668)."""
+    return cast_rows((up.float().relu().square() * scale.float()[:, None]).to(up.dtype))
+
+
+def cast_squared_relu_backward(up: Tensor, scale: Tensor, grad: Tensor) -> tuple[Scaled, Scaled, Scaled, Tensor]:
+    """As `cast_swiglu_backward`, of `cast_squared_relu`."""
+    dtype, positive, scale, grad = grad.dtype, up.float().relu(), scale.float()[:, None], grad.float()
+    rows, columns = cast([(2 * grad * scale * positive).to(dtype)], rows=True, columns=True)
+    activated = cast_columns((positive.square() * scale).to(dtype))
+    return rows, columns, activated, (grad * positive.square()).sum(1)
+
+
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
@@ -131,15 +147,15 @@ class Fp8Experts(Experts):
         groups = group_rows(counts, len(order))
         order, positions = order[groups.source.clamp(min=0)], groups.target[positions]
         scale = spread(weights.flatten(), order, positions.view(-1, 1))
-        y = self.swiglu(spread(x, order, positions), scale, groups, padded=True)
+        y = self.scaled(spread(x, order, positions), scale, groups, padded=True)
         return collect(y, order, positions)
 
     def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
         groups = group_rows(counts, len(x))
-        return self.swiglu(x, PadRows.apply(scale[:, None], groups).squeeze(1), groups, padded=False)
+        return self.scaled(x, PadRows.apply(scale[:, None], groups).squeeze(1), groups, padded=False)
 
-    def swiglu(self, x: Tensor, scale: Tensor, groups: GroupedRows, padded: bool) -> Tensor:
-        """`swiglu_experts` with the weights held here."""
-        gate_up, down = local_part(self.first_proj), local_part(self.down_proj)
-        return swiglu_experts(x, gate_up, down, scale, groups, padded, self.backend)
+    def scaled(self, x: Tensor, scale: Tensor, groups: GroupedRows, padded: bool) -> Tensor:
+        """`scaled_experts` with the weights held here."""
+        first, down = local_part(self.first_proj), local_part(self.down_proj)
+        return scaled_experts(x, first, down, scale, groups, padded, self.backend)

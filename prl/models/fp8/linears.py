@@ -24,8 +24,9 @@ from prl.models.fp8.gemm import Backend, deep_gemm, multiply, multiply_columns
 from prl.models.layers.attention import Attention
 from prl.models.layers.mlp import DenseMLP
 
-# names of modules that stay as they are; "gate" is the router; a latent and a turned key are no whole blocks
-KEPT = ("embed_tokens", "lm_head", "gate", "kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj")
+# names of modules that stay as they are: "gate" is the router; a latent and a turned key are no whole blocks; what
+# indexers score by decides, and so do the steps that `in_proj` of state-space layers makes, whose errors add up
+KEPT = ("embed_tokens", "lm_head", "gate", "kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj", "in_proj")
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -144,5 +145,5 @@ def apply_fp8(model: nn.Module, backend: Backend) -> None:
                 setattr(module, name, Fp8Linear(child, backend))
         if isinstance(module, Attention):
             module.__class__ = Fp8Attention
-        elif isinstance(module, DenseMLP):
+        elif type(module) is DenseMLP:
             module.__class__ = Fp8DenseMLP

@@ -31,6 +31,14 @@ class SparseAttend(abc.ABC):
         """-> [N, Hq, C]"""
 
 
+class LatentAttend(abc.ABC):
+    """`Attend` that makes keys and values of latents itself: see `LatentAttention.expand`."""
+
+    @abc.abstractmethod
+    def __call__(self, layer_idx: int, q: Tensor, latents: Tensor, of_keys: Tensor, of_values: Tensor) -> Tensor:
+        """q [N, Hq, D], latents [N, C + R], of_keys [Hq, D - R, C], of_values [Hq, V, C] -> [N, Hq, V]."""
+
+
 QkNorm = Literal["head", "all"]  # of each head alone, or of all heads of a token together
 
 

@@ -8,7 +8,8 @@ as they are; elsewhere they are written out in float32, documents of the same le
 
 Shapes: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, V] with Hkv dividing Hq and V <= D; lse [Hq, Tq] float32. Document d
 owns query rows cu_q[d]:cu_q[d+1] and key rows cu_k[d]:cu_k[d+1], int32 on the same device, none empty; max_q and max_k
-are the longest. A causal document has as many queries as keys. Scores are scaled by D ** -0.5.
+are the longest. Of a causal document the last query sees all keys, each one before it one less (as many queries as
+keys, or fewer). Scores are scaled by D ** -0.5.
 """
 
 from __future__ import annotations
@@ -164,6 +165,6 @@ def _scores(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
     scores = torch.einsum("bqhgd,bkhd->bhgqk", queries, keys) * queries.shape[-1] ** -0.5
     if not causal:
         return scores
-    assert scores.shape[-2] == scores.shape[-1], "a causal document has as many queries as keys"
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    before = scores.shape[-1] - scores.shape[-2]  # keys that all queries see
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + before)
     return scores.masked_fill(future, float("-inf"))

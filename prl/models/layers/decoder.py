@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
-from prl.models.layers.attention import Attend, Attention, SparseAttend
+from prl.models.layers.attention import Attend, Attention, LatentAttend, SparseAttend
 from prl.models.layers.latent_attention import LatentAttention
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotary_tables
-from prl.models.names.decoder import Names, locate, to_hf
+from prl.models.names.decoder import Names, is_further, locate, own_name, to_hf
 from prl.models.names.region import Region
 from prl.models.state_space.mixer import draw_decay
 
@@ -47,13 +47,18 @@ class DecoderLayer(nn.Module):
             self.post_attention_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
             self.mlp = mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recorder: RoutingRecorder | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | LatentAttend, recorder: RoutingRecorder | None
+    ) -> Tensor:
         if self.mixes_tokens:
             x = self.attention_block(x, cos, sin, attend)
         return self.mlp_block(x, recorder) if self.has_mlp else x
 
-    def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | LatentAttend) -> Tensor:
         q, k, v, *index = self.project(x, cos, sin)
+        if isinstance(attend, LatentAttend):
+            assert isinstance(self.self_attn, LatentAttention)
+            return self.join(x, attend(self.self_attn.layer_idx, q, k[:, 0], *self.self_attn.of_heads()))
         if index:
             assert isinstance(attend, SparseAttend), "a layer with an indexer"
             attend.choose(self.self_attn.layer_idx, *index)
@@ -103,7 +108,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: Attend | LatentAttend,
         head: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]] | None = None,
         recorder: RoutingRecorder | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -122,11 +127,25 @@ class Decoder(nn.Module):
         """From now on attend to the latents of tokens, where the attention has such: what a cache can hold."""
         for module in self.modules():
             if isinstance(module, LatentAttention):
-                module.absorbed = True
+                module.form = "absorbed"
+
+    def leave_latents(self) -> None:
+        """From now on leave it to a `LatentAttend` to make keys and values of latents."""
+        for module in self.modules():
+            if isinstance(module, LatentAttention) and module.form == "expanded":
+                module.form = "left"
 
     def locate(self, hf_name: str) -> Region | None:
         """The region that a checkpoint tensor fills; None for one that this model does not hold."""
         return locate(hf_name, self.card, self.names)
+
+    def own_name(self, hf_name: str) -> str | None:
+        """What a checkpoint tensor is called where this model is not part of a larger one; None for those of others."""
+        return own_name(hf_name, self.names)
+
+    def is_further(self, hf_name: str) -> bool:
+        """Whether a checkpoint tensor, by its own name, is of layers that predict further tokens."""
+        return is_further(hf_name, self.card, self.names)
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """One whole parameter -> its checkpoint tensors (views)."""

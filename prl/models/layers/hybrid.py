@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
-from prl.models.layers.attention import Attend
+from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.decoder import DecoderLayer
 from prl.models.layers.norm import RMSNorm
 from prl.models.state_space.mixer import Mamba2Mixer, Mix
@@ -30,7 +30,7 @@ class StateSpaceLayer(DecoderLayer):
         self.input_layernorm = RMSNorm(card.hidden_size, card.rms_norm_eps)
         self.mamba = Mamba2Mixer(card, layer_idx)
 
-    def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | LatentAttend) -> Tensor:
         assert isinstance(attend, HybridAttend), "a layer with states"
         gate, xbc, dt = self.project(x, cos, sin)
         return self.join(x, self.mamba.along(xbc, dt, attend.mix), gate)

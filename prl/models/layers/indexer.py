@@ -13,7 +13,9 @@ from prl.models.layers.rope import Rotation
 
 
 class Indexer(nn.Module):
-    """Its weights are frozen: no gradient comes to them through a choice."""
+    """Frozen, unless it is `trained`: no gradient comes to its weights through a choice, but one may from a loss of its
+    own. None leaves it.
+    """
 
     def __init__(self, card: ModelCard, turn: Rotation) -> None:
         super().__init__()
@@ -23,11 +25,16 @@ class Indexer(nn.Module):
         self.wk = nn.Linear(card.hidden_size, self.dim, bias=False)
         self.k_norm = nn.LayerNorm(self.dim, eps=1e-6)
         self.weights_proj = nn.Linear(card.hidden_size, self.heads, bias=False)
+        self.trained = False
         self.requires_grad_(False)
 
-    @torch.no_grad()
     def forward(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, H], q_latent [N, Q] -> queries [N, J, D], their weights [N, J] float32, keys [N, D]."""
+        x, q_latent = x.detach(), q_latent.detach()
+        with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
+            return self._make(x, q_latent, cos, sin)
+
+    def _make(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q = self._turned(self.wq_b(q_latent).view(len(x), self.heads, self.dim), cos, sin)
         k = self._turned(self.k_norm(self.wk(x))[:, None], cos, sin)[:, 0]
         weights = router_logits(x, self.weights_proj.weight) * (self.heads * self.dim) ** -0.5

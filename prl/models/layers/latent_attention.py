@@ -4,9 +4,12 @@ one short vector of a token, the latent, beside one key that is turned by positi
 A head's key is [its part of the latent, not turned | the shared key, turned]. Two forms give the same: the expanded one
 makes keys and values of every head, as training wants them; the absorbed one takes the queries to the latent instead,
 so that a cache holds the latent and the shared key alone, and attention is that of many query heads over one key head.
+Left to `LatentAttend`, latents are expanded by whoever attends, behind what moves them between ranks.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,7 @@ class LatentAttention(nn.Module):
         self.layer_idx, self.head_dim, heads = layer_idx, card.head_dim, card.num_attention_heads
         self.nope, self.rope, self.value_dim = card.qk_nope_head_dim, card.qk_rope_head_dim, card.v_head_dim
         self.rank, self.scale = card.kv_lora_rank, _scale(card)
-        self.absorbed = False  # which of the two forms `project` and `output` are of
+        self.form: Literal["expanded", "absorbed", "left"] = "expanded"  # of what `project` gives and `output` takes
         if card.q_lora_rank:
             self.q_a_proj = nn.Linear(card.hidden_size, card.q_lora_rank, bias=card.attention_bias)
             self.q_a_layernorm = RMSNorm(card.q_lora_rank, card.rms_norm_eps)
@@ -37,10 +40,13 @@ class LatentAttention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """x [N, H] -> what `Attend` wants, with C numbers of the latent and R of the shared key in a token.
 
-        Expanded: q and k [N, Hq, D], v [N, Hq, V]. Absorbed: q [N, Hq, C + R], k [N, 1, C + R], v [N, 1, C].
+        Expanded: q and k [N, Hq, D], v [N, Hq, V]. Absorbed: q [N, Hq, C + R], k [N, 1, C + R], v [N, 1, C]. Left: q of
+        the first form, k and v of the second.
         """
         q, latent, shared = self.compress(x, self.q_latent(x), cos, sin)
-        return self.absorb(q, latent, shared) if self.absorbed else self.expand(q, latent, shared)
+        if self.form == "left":
+            return self.scaled(q), torch.cat([latent[:, None], shared], dim=-1), latent[:, None]
+        return self.absorb(q, latent, shared) if self.form == "absorbed" else self.expand(q, latent, shared)
 
     def q_latent(self, x: Tensor) -> Tensor:
         """x [N, H] -> what queries are made from, [N, Q]; x itself where they have no latent."""
@@ -59,7 +65,10 @@ class LatentAttention(nn.Module):
         parts = self.kv_b_proj(latent).view(len(latent), -1, self.nope + self.value_dim)
         k, v = parts.split([self.nope, self.value_dim], dim=-1)
         k = torch.cat([k, shared.expand(-1, k.shape[1], -1)], dim=-1)
-        return (q if self.scale == 1.0 else q * self.scale), k, v
+        return self.scaled(q), k, v
+
+    def scaled(self, q: Tensor) -> Tensor:
+        return q if self.scale == 1.0 else q * self.scale
 
     def absorb(self, q: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the latent; `Attend` scales by (C + R) ** -0.5."""
@@ -70,7 +79,7 @@ class LatentAttention(nn.Module):
 
     def output(self, attended: Tensor) -> Tensor:
         """attended [N, Hq, V], absorbed [N, Hq, C] -> [N, H]."""
-        if self.absorbed:
+        if self.form == "absorbed":
             attended = torch.einsum("nhc,hvc->nhv", attended, self.of_heads()[1])
         return self.o_proj(attended.flatten(1))
 

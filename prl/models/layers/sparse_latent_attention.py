@@ -16,7 +16,7 @@ class SparseLatentAttention(LatentAttention):
     def __init__(self, card: ModelCard, layer_idx: int, turn: Rotation) -> None:
         """turn: of the indexer; its family's, for attention itself turns pairs in both."""
         super().__init__(card, layer_idx)
-        self.absorbed = True
+        self.form = "absorbed"
         if layer_idx not in card.shared_index_layers:
             self.indexer = Indexer(card, turn)
 

@@ -17,6 +17,9 @@ from prl.config.schema import ModelCard
 from prl.models.names.region import Region
 
 BIAS = "router_bias"
+MTP = "mtp."  # of layers that predict further tokens, where they are no further `layers`
+MTP_MARK = "eh_proj"  # where they are: what only they have, the projection of a hidden state beside the next embedding
+COMPUTED = ".rotary_emb.inv_freq"  # in files of old versions of transformers
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class Names:
     up: str = "up_proj"
     down: str = "down_proj"
     bias: str = "gate.e_score_correction_bias"  # of a router's choice
-    has_more_layers: bool = False  # behind the card's: they predict further tokens, and are passed over
+    has_more_layers: bool = False  # behind the card's: they predict further tokens, and are kept aside
+    wrapper: str = ""  # before all names where the model is the text part of a larger one
+    beside: tuple[str, ...] = ()  # how the names of that one's other parts begin
 
 
 HUGGING_FACES = Names()
@@ -37,16 +42,15 @@ HUGGING_FACES = Names()
 
 def locate(hf_name: str, card: ModelCard, names: Names = HUGGING_FACES) -> Region | None:
     """The region that a checkpoint tensor fills; None for one that this model does not hold: a tied LM head, layers
-    behind the last that predict further tokens.
+    behind the last that predict further tokens, other parts of a larger model.
     """
-    if names.has_more_layers and hf_name.startswith("mtp."):
+    own = own_name(hf_name, names)
+    if own is None or is_further(own, card, names) or own.endswith(COMPUTED):
         return None
+    hf_name = own
     if hf_name == "lm_head.weight":
         return None if card.tie_word_embeddings else Region("lm_head.weight")
     name = hf_name.removeprefix(names.prefix)
-    layer = re.match(r"layers\.(\d+)\.", name)
-    if names.has_more_layers and layer and int(layer[1]) >= card.num_hidden_layers:
-        return None
     name = _parts(name, card) if card.hybrid_override_pattern else name.replace(f".{names.mlp}.", ".mlp.", 1)
     expert = re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight", name)
     if expert is None:
@@ -58,6 +62,19 @@ def locate(hf_name: str, card: ModelCard, names: Names = HUGGING_FACES) -> Regio
         return Region(f"{stack}.up_proj", index)
     size = card.moe_intermediate_size
     return Region(f"{stack}.gate_up_proj", index, (0, size) if kind == names.gate else (size, 2 * size))
+
+
+def own_name(hf_name: str, names: Names = HUGGING_FACES) -> str | None:
+    """What a tensor is called in a checkpoint of this model alone; None for those of other parts of a larger model."""
+    return None if hf_name.startswith(names.beside) else hf_name.removeprefix(names.wrapper)
+
+
+def is_further(hf_name: str, card: ModelCard, names: Names = HUGGING_FACES) -> bool:
+    """Whether a tensor belongs to layers that predict further tokens (MTP): behind the last, or by themselves."""
+    if not names.has_more_layers:
+        return False
+    layer = re.match(r"layers\.(\d+)\.", hf_name.removeprefix(names.prefix))
+    return hf_name.startswith(MTP) or (layer is not None and int(layer[1]) >= card.num_hidden_layers)
 
 
 def to_hf(name: str, tensor: Tensor, card: ModelCard, names: Names = HUGGING_FACES) -> Iterator[tuple[str, Tensor]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -15,15 +18,40 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(F.conv1d(x.mT, weight[:, None], bias, groups=len(weight))).mT
 
 
-def gaps(doc_lens: list[int], width: int, device: torch.device) -> Tensor:
-    """[N] int64: where tokens of packed documents lie, when `width` free places come before each document."""
-    lengths = torch.tensor(doc_lens)
-    document = torch.arange(len(lengths)).repeat_interleave(lengths)
-    return (torch.arange(len(document)) + (document + 1) * width).to(device)
+class Documents:
+    """Where packed documents lie: of their N tokens on the device."""
+
+    def __init__(self, doc_lens: list[int], device: torch.device) -> None:
+        lengths = torch.tensor(doc_lens)
+        starts = lengths.cumsum(0) - lengths
+        self.count = len(doc_lens)
+        self.number = torch.arange(self.count).repeat_interleave(lengths).to(device)  # [N] int64: which document
+        self.first = starts.repeat_interleave(lengths).to(device, torch.int32)  # [N]: where it begins
+        self.is_first = torch.zeros(int(lengths.sum()), dtype=torch.bool).index_fill(0, starts, True).to(device)
 
 
-def convolve_documents(x: Tensor, weight: Tensor, bias: Tensor, places: Tensor, documents: int) -> Tensor:
-    """x [N, C] of packed documents, each of which begins with zeros before it -> [N, C]. places: `gaps` of K - 1."""
+def convolve_documents(x: Tensor, weight: Tensor, bias: Tensor, documents: Documents) -> Tensor:
+    """x [N, C] of packed documents, each of which begins with zeros before it -> [N, C], as `convolve`."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.stride(1) == 1:
+        return _Kernels.apply(x, weight, bias, documents.first)
     width = weight.shape[1] - 1
-    spaced = x.new_zeros(len(x) + documents * width, x.shape[1]).index_copy(0, places, x)
+    places = torch.arange(len(x), device=x.device) + (documents.number + 1) * width
+    spaced = x.new_zeros(len(x) + documents.count * width, x.shape[1]).index_copy(0, places, x)
     return convolve(spaced[None], weight, bias)[0].index_select(0, places - width)
+
+
+class _Kernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, first: Tensor) -> Tensor:
+        from prl.models.state_space.convolution_kernels import forward
+
+        weight = weight.contiguous()
+        ctx.save_for_backward(x, weight, bias, first)
+        return forward(x, weight, bias, first)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from prl.models.state_space.convolution_kernels import backward
+
+        return (*backward(grads[0].contiguous(), *ctx.saved_tensors), None)

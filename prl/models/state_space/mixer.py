@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
+from prl.models.state_space.convolution import Documents, convolve_documents
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,11 @@ def _share_of(xbc: Tensor, channels: Channels, size: int, repeats: int) -> Tenso
     return torch.cat(parts, dim=-1).movedim(-2, 0)
 
 
-# mix(layer_idx, xbc [N, C], dt [N, H] float32, channels) -> y [N, H * P], along each document
-Mix = Callable[[int, Tensor, Tensor, Channels], Tensor]
+# convolve(xbc [N, C], weight [C, K], bias [C], documents) -> [N, C]
+Convolve = Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
+# mix(layer_idx, xbc [N, C], dt [N, H] float32, channels, convolve) -> y [N, H * P], along each document. The trainer's
+# convolves by what it is given, a layer's `convolve`, which may be made to forget and repeat
+Mix = Callable[[int, Tensor, Tensor, Channels, Convolve], Tensor]
 
 
 class GatedRMSNorm(nn.Module):
@@ -130,7 +134,11 @@ class Mamba2Mixer(nn.Module):
         assert self.conv1d.bias is not None
         conv = self.conv1d.weight.squeeze(1)
         channels = Channels(conv, self.conv1d.bias, a, d, self.head_dim, self.groups, self.state)
-        return mix(self.layer_idx, xbc, steps, channels)
+        return mix(self.layer_idx, xbc, steps, channels, self.convolve)
+
+    def convolve(self, xbc: Tensor, weight: Tensor, bias: Tensor, documents: Documents) -> Tensor:
+        """xbc [N, C] of all heads or of some, weight [C, K], bias [C] -> [N, C]."""
+        return convolve_documents(xbc, weight, bias, documents)
 
     def output(self, y: Tensor, gate: Tensor) -> Tensor:
         """y and gate [N, I] -> [N, H]."""

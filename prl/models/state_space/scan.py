@@ -5,8 +5,8 @@ chunk that is attention without a softmax, whose scores C B^T fade with what lie
 passed on (section 6 of the paper). Rows are worked through in blocks of chunks: what backward needs of a block, which
 is quadratic in the chunk, is made again from the state that it began with.
 
-All of it is in float32 or wider: decays are products of many factors close to one. This is where a kernel will come in,
-with the signature of `scan`.
+Written out, all of it is in float32 or wider: decays are products of many factors close to one. In 16 bits on CUDA this
+is Triton (`scan_kernels.py`), whose products are of 16-bit numbers and whose decays, sums and states are float32.
 """
 
 from __future__ import annotations
@@ -54,11 +54,24 @@ def scan(
         state = dt.new_zeros(rows, heads, size, b.shape[-1])
     if starts is None:
         starts = torch.zeros(rows, tokens, dtype=torch.bool, device=x.device)
+    state, document = state.to(dt.dtype), starts.cumsum(1, dtype=torch.int32)
+    if _runs_kernels(x, b, dt):
+        return _KernelScan.apply(x, dt, a, b, c, d, state, document)
+    return written_out(x, dt, a, b, c, d, state, document, chunk, block)
+
+
+def written_out(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, document: Tensor,
+    chunk: int = CHUNK, block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `scan`, without kernels. document [R, T] counts documents; the state that comes in belongs to number 0."""
+    tokens = x.shape[1]
     padding = -tokens % chunk
     if padding:  # tokens without a step
         x, b, c = (F.pad(t, (0, 0, 0, 0, 0, padding)) for t in (x, b, c))
-        dt, starts = F.pad(dt, (0, 0, 0, padding)), F.pad(starts, (0, padding))
-    y, state = _Scan.apply(x, dt, a, b, c, d, state.to(dt.dtype), starts.cumsum(1), chunk, block)
+        dt = F.pad(dt, (0, 0, 0, padding))
+        document = torch.cat([document, document[:, -1:].expand(-1, padding)], dim=1)
+    y, state = _Scan.apply(x, dt, a, b, c, d, state, document, chunk, block)
     return y[:, :tokens], state
 
 
@@ -72,9 +85,36 @@ def step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, stat
     return y.to(x.dtype), state
 
 
-class _Scan(torch.autograd.Function):
-    """Documents are counted in `document` [R, T]; the state that comes in belongs to number 0."""
+def _runs_kernels(x: Tensor, b: Tensor, dt: Tensor) -> bool:
+    if not x.is_cuda or dt.dtype != torch.float32:
+        return False
+    from prl.models.state_space.scan_kernels import fits
 
+    return fits(x, b)
+
+
+class _KernelScan(torch.autograd.Function):
+    """As `_Scan`. Backward makes the states of all chunks again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, document: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        from prl.models.state_space.scan_kernels import forward
+
+        dt, a, d = dt.contiguous(), a.contiguous(), d.contiguous()
+        ctx.save_for_backward(x, dt, a, b, c, d, state, document)
+        return forward(x, dt, a, b, c, d, state, document)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from prl.models.state_space.scan_kernels import backward
+
+        return (*backward(*grads, *ctx.saved_tensors), None)
+
+
+class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, document: Tensor,

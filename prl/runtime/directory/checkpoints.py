@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prl.config.errors import UserError
+from prl.config.errors import PassingError, UserError
 from prl.runtime.directory.checksums import piece_checksums, whole_checksum
-from prl.runtime.directory.files import FULL_DISK, PARTIAL, replace_file, sync_directory
+from prl.runtime.directory.files import FULL_DISK, PARTIAL, move_away, replace_file, sync_directory
 
 MANIFEST = "manifest.json"
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # damage; other errors may pass
@@ -102,7 +102,7 @@ def raise_if_full(error: OSError, run_dir: Path, step: int) -> None:
 def full_disk_error(run_dir: Path, step: int) -> UserError:
     older = steps(run_dir)
     survivor = f"The checkpoint of step {older[-1]} survives." if older else "There is no older checkpoint."
-    return UserError(
+    return PassingError(
         f"The disk is full: the checkpoint of step {step} could not be written. {survivor}",
         where=str(step_dir(run_dir, step)),
         why="no space left on the device, or a quota is exceeded",
@@ -137,7 +137,7 @@ def latest_valid(
                 f"The checkpoint of step {step} cannot be read now: {error.strerror or error}",
                 where=str(error.filename or path),
                 why="it may be good, so it is neither skipped nor removed",
-                fix=f"the same command when the disk answers again; to do without it: mv {path} {path}.unreadable",
+                fix=f"the same command when the disk answers again; to do without it: {move_away(path, 'unreadable')}",
             ) from error
         if damage is None:
             return step, path

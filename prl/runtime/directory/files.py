@@ -147,13 +147,14 @@ def find_directories(root: Path, is_wanted: Callable[[Path], bool]) -> list[Path
     symbolic links lead to it, and under its own name if that lies below the root.
     """
     found: list[Path] = []
-    seen: set[Path] = set()
+    seen: set[str] = set()
     ahead, links = [root], deque[Path]()
     while ahead or links:
         path = ahead.pop() if ahead else links.popleft()  # links behind all that can be had without them
-        if not path.is_dir() or path.resolve() in seen:
+        whole = os.path.realpath(path)  # of a link to itself, too
+        if not os.path.isdir(path) or whole in seen:
             continue
-        seen.add(path.resolve())
+        seen.add(whole)
         if path != root and is_wanted(path):
             found.append(path)
             continue
@@ -207,18 +208,53 @@ def change_object(path: Path, change: Callable[[dict[str, Any]], None], default:
 
 
 def read_object_or_default(path: Path, default: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object, or the default where there is no file. Raises UserError for one that is damaged."""
-    content = read_object(path)
-    if content is None and path.exists():
+    """The JSON object, or the default where there is no file. Raises UserError for one that is damaged, or nobody's
+    business.
+    """
+    try:
+        content = parse_object(read_regular(path))
+    except FileNotFoundError:
+        return default
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if content is None:
         raise damaged(path, "it holds no JSON object; a disk or a person has changed it")
-    return default if content is None else content
+    return content
 
 
 def damaged(path: Path, why: str) -> UserError:
     """What is said of a record that cannot be used, and is not made anew by itself."""
     return UserError(
-        f"{path} is damaged.", where=str(path), why=why, fix=f"restore it, or move it away: mv {path} {path}.damaged"
+        f"{path} is damaged.",
+        where=str(path),
+        why=why,
+        fix=f"restore it, or move it away: {move_away(path, 'damaged')}",
     )
+
+
+def move_away(path: Path | str, ending: str) -> str:
+    """The command that does it."""
+    return f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.{ending}')}"
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """What is said of a file or a directory that is there, and that this person may not read, say."""
+    return UserError(
+        f"{path} cannot be read.",
+        where=str(path),
+        why=error.strerror or str(error),
+        fix=f"ls -ld {shlex.quote(str(path))} says whose it is",
+    )
+
+
+def refuse_unreadable(directory: Path) -> None:
+    """Raise UserError for a directory of which nobody can say what is in it; nothing for what is none."""
+    try:
+        os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise unreadable(directory, error) from error
 
 
 @contextlib.contextmanager
@@ -270,7 +306,7 @@ def directory_in_the_way(error: OSError) -> UserError:
         f"{error.filename} is a directory, and the run writes a file there.",
         where=str(error.filename),
         why="something else than this run has made it",
-        fix=f"mv {error.filename} {error.filename}.moved",
+        fix=move_away(error.filename, "moved"),
     )
 
 

@@ -112,7 +112,7 @@ class Hours:
 
     def _write(self, seconds: dict[str, float]) -> None:
         self.written_s = time.monotonic()
-        self.attempt.seconds = {phase: round(spent, 3) for phase, spent in seconds.items() if spent}
+        self.attempt.seconds = {phase: told for phase, spent in seconds.items() if (told := round(spent, 3))}
         self.attempt.updated = self.attempt.began + sum(seconds.values())
         if self.is_ours():
             with contextlib.suppress(OSError):  # a full disk costs the numbers, and no run
@@ -173,7 +173,7 @@ def _add_last_signs(run_dir: Path, attempt: Attempt) -> None:
     signs = [status.get("updated", 0.0)] if status.get("attempt") == attempt.number else []
     with contextlib.suppress(OSError):
         signs += [path.stat().st_mtime for path in (run_dir / "heartbeat").iterdir()]
-    phase = STEPS if STEPS in attempt.seconds else START if attempt.seconds else UNTOLD
+    phase = next((phase for phase in (END, STEPS) if phase in attempt.seconds), START if attempt.seconds else UNTOLD)
     attempt.go_on(max(signs, default=0.0), phase)
 
 
@@ -189,9 +189,9 @@ def totals(attempts: list[Attempt]) -> dict[str, float]:
 
 
 def summarise(run_dir: Path) -> dict[str, float]:
-    """For the summary of a wandb run: what all attempts have cost so far, in all and by phase."""
+    """For the summary of a wandb run: what all attempts have cost so far, in all and by phase. Never the last word."""
     attempts = read_hours(run_dir, None)
-    seconds = {f"{SUMMARY}/{phase}_s": round(spent, 1) for phase, spent in totals(attempts).items()}
+    seconds = {f"{SUMMARY}/{phase}_s": round(spent, 3) for phase, spent in totals(attempts).items()}
     return {f"{SUMMARY}/gpu_hours": sum(attempt.device_hours for attempt in attempts), **seconds} if attempts else {}
 
 

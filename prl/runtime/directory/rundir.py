@@ -20,7 +20,15 @@ from typing import Any
 from prl.config.errors import UserError
 from prl.config.search_path import directories
 from prl.planning.run_plan import RunPlan, plan_to_json
-from prl.runtime.directory.files import PARTIAL, is_held, parse_object, read_object, replace_file
+from prl.runtime.directory.files import (
+    PARTIAL,
+    full_disk_here,
+    is_full_disk,
+    is_held,
+    parse_object,
+    read_object,
+    replace_file,
+)
 from prl.runtime.directory.identity import describe_process, find_process
 from prl.runtime.directory.own_modules import describe_modules, find_own_modules
 
@@ -110,12 +118,12 @@ def claim(plan: RunPlan) -> RunDir:
 
 def _absent(path: Path) -> tuple[Path, ...]:
     """Of a directory and those above it the ones that are not there, itself first."""
-    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
+    return tuple(folder for folder in (path, *path.parents) if not os.path.exists(folder))
 
 
 def refuse_foreign(path: Path, plan: RunPlan) -> None:
     """UserError unless the directory is absent, empty, or of the same point."""
-    if not path.exists():
+    if not os.path.exists(path):
         return
     if not path.is_dir():
         raise UserError(f"{path} is not a directory", where="output_dir", fix="name another directory")
@@ -184,8 +192,10 @@ def _make(path: Path, exist_ok: bool = True) -> None:
 
 
 def _not_writable(path: Path, error: OSError) -> UserError:
+    if is_full_disk(error):
+        return full_disk_here(error, path)
     return UserError(
-        f"the run directory {path} cannot be made: {error.strerror}",
+        f"the run directory {path} cannot be made: {error.strerror or error}",
         where="output_dir",
         fix="output_dir=A_WRITABLE_DIRECTORY",
     )

@@ -28,6 +28,7 @@ EMPTY: dict[str, Any] = {
     "alarms": [],  # prl/metrics/alarms.py; those that are on
     "lost_engines": {},  # URL of one of inference.urls that is left out -> why
     "urls": [],  # of a server for people
+    "started_by": "",  # who started its roles: "hand" or "torchrun", or the run itself
     "updated": 0.0,
     "attempt": 0,
     "point_id": "",
@@ -52,7 +53,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """The status; {} if there is none (yet), or none that can be read. Keys that it lacks, and those whose values have
     the wrong type, have their first values.
     """
-    found = read_object(status_path(run_dir)) or {}
+    return shape_status(read_object(status_path(run_dir)) or {})
+
+
+def shape_status(found: dict[str, Any]) -> dict[str, Any]:
+    """The same, of what a status.json says."""
     if found.get("state") not in get_args(State):
         return {}
     failure, roles = found.get("failure"), found.get("roles")
@@ -62,6 +67,12 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     status["lost_engines"] = texts(found.get("lost_engines"))
     status["roles"] = {name: shaped(role, ROLE) for name, role in named if isinstance(role, dict)}
     return status
+
+
+def misfits_of_status(found: dict[str, Any]) -> list[str]:
+    """Keys of what a status.json says whose values have a type that no run writes."""
+    likes = {key: like for key, like in SHAPE.items() if key != "failure"}
+    return sorted(found.keys() & likes.keys() - without_misfits(found, likes).keys())
 
 
 def _attempts_before(run_dir: Path) -> int:

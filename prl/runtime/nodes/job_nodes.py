@@ -29,7 +29,7 @@ CLUSTER = "SLURM_CONF"  # which cluster this is, not which job
 @dataclass(frozen=True)
 class Meeting:
     """How to reach the root. `hosts` are tried one after another; `machine` is its own name for where it is; `ended`:
-    there is no run to take part in.
+    there is no run to take part in; `complete`: all have joined, and nobody listens any more.
     """
 
     key: str
@@ -39,6 +39,7 @@ class Meeting:
     token: str = ""
     machine: str = ""
     ended: bool = False
+    complete: bool = False
 
 
 def without_job(environment: Mapping[str, str]) -> dict[str, str]:
@@ -116,9 +117,12 @@ def read_meeting(run_dir: Path) -> Meeting | None:
 
 
 def connect(
-    run_dir: Path, deadline: float, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    run_dir: Path, deadline: float, limit_s: float, is_over: Callable[[], bool] = lambda: False, leader: str = ""
 ) -> tuple[socket.socket, Meeting] | None:
     """A connection to the root; None if its run has ended meanwhile, or the search is over.
+
+    Args:
+        leader: the command that starts the root, where people start the roles.
 
     Raises UserError at the deadline (of time.monotonic), `limit_s` after the search began.
     """
@@ -137,5 +141,6 @@ def connect(
         f"Node {node_of_this_process()} found no root of its run within {limit_s:g} s.",
         where=f"{run_dir / NODES_FILE}, deployment.start_timeout_s={limit_s:g}",
         why=tried,
-        fix="output_dir on a filesystem that all nodes share; open ports between the nodes",
+        fix=(f"start it, too: {leader}; beyond one machine " if leader else "")
+        + "output_dir on a filesystem that all nodes share; open ports between the nodes",
     )

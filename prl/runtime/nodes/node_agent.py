@@ -15,9 +15,10 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.planning.run_plan import RunPlan, plan_from_json
+from prl.runtime.directory.rundir import is_locked
 from prl.runtime.nodes.door import knock
-from prl.runtime.nodes.job_nodes import BY_HAND, NODES_FILE, connect, host_name, job_key
-from prl.runtime.nodes.seats import Seat
+from prl.runtime.nodes.job_nodes import BY_HAND, NODES_FILE, connect, host_name, job_key, read_meeting
+from prl.runtime.nodes.seats import LEADERS, Seat, commands_by_hand
 from prl.runtime.nodes.wire import Message, Wire
 from prl.runtime.process.child import WANDB, Boot
 from prl.runtime.process.child_process import ChildProcess
@@ -30,6 +31,7 @@ from prl.runtime.process.signals import STOP_SIGNALS, StopSignals
 POLL_S = 0.02
 REPORT_INTERVAL_S = 1.0  # of a child with no news
 STOP_S = 5.0
+NOT_JOINED = "not joined"
 
 
 def serve_node(run_dir: Path, node: int, limit_s: float) -> int:
@@ -55,7 +57,8 @@ def serve_node(run_dir: Path, node: int, limit_s: float) -> int:
 
 
 def serve_seat(run_dir: Path, plan: RunPlan, index: int, seat: Seat, signals: StopSignals) -> str | None:
-    """Take part in a run whose roles others have started, to its end. Returns how it ended; None: nobody told.
+    """Take part in a run whose roles others have started, to its end. Returns how it ended; None: nobody told;
+    NOT_JOINED: a signal came before there was a run.
 
     Args:
         index: of the seat, among those that the root has worked out from the same plan.
@@ -64,7 +67,13 @@ def serve_seat(run_dir: Path, plan: RunPlan, index: int, seat: Seat, signals: St
     """
     limit_s = plan.config.deployment.start_timeout_s
     deadline = time.monotonic() + limit_s
-    while not signals.count and (found := connect(run_dir, deadline, limit_s, lambda: signals.count > 0)) is not None:
+
+    def is_over() -> bool:
+        refuse_taken(run_dir, seat)
+        return signals.count > 0
+
+    leader = "" if LEADERS[plan.config.job] in (seat.roles or ()) else commands_by_hand(plan, run_dir)[0]
+    while not signals.count and (found := connect(run_dir, deadline, limit_s, is_over, leader)) is not None:
         connection, meeting = found
         if plan.num_nodes == 1 and meeting.machine != host_name():
             connection.close()
@@ -80,16 +89,29 @@ def serve_seat(run_dir: Path, plan: RunPlan, index: int, seat: Seat, signals: St
             time.sleep(POLL_S)
             continue
         if marker is None:
-            raise UserError(
-                f"{seat.name} has somebody already.",
-                where=str(run_dir / NODES_FILE),
-                why="another process has joined the run for the same roles",
-                fix="end this one or that one; each role is started once",
-            )
+            raise _taken(run_dir, seat)
         agent = NodeAgent(wire, seat, marker, signals)
         agent.run()
         return agent.verdict
-    return "stopped" if signals.count else None
+    return NOT_JOINED if signals.count else None
+
+
+def refuse_taken(run_dir: Path, seat: Seat) -> None:
+    """Raise UserError where the run is alive and all of its roles have somebody. A root that was killed leaves the same
+    word, and no lock.
+    """
+    meeting = read_meeting(run_dir)
+    if meeting is not None and meeting.complete and is_locked(run_dir):
+        raise _taken(run_dir, seat)
+
+
+def _taken(run_dir: Path, seat: Seat) -> UserError:
+    return UserError(
+        f"{seat.name} has somebody already.",
+        where=str(run_dir / NODES_FILE),
+        why="another process has joined the run for the same roles",
+        fix="end this one or that one; each role is started once",
+    )
 
 
 def leave_signals_to_the_root() -> None:

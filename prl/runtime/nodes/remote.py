@@ -251,6 +251,8 @@ class Nodes:
             door.close()
         threading.Thread(target=self._ping, daemon=True).start()
         missing = waited.missing()
+        if not missing:
+            announce(run_dir, Meeting(key, plan.num_nodes, machine=host_name(), complete=True))
         if signals.count or not missing:
             return None
         names = ", ".join(seat.name.removeprefix("node ") for seat in missing)

@@ -63,3 +63,15 @@ def seats_by_hand(plan: RunPlan, point: Path) -> tuple[Seat, ...]:
     first = next(seat for seat in seats if seat.name.split()[0] == leader)
     ranks = seats_of_ranks(plan) if leader != "trainer" else ()
     return (first, *(seat for seat in seats if seat is not first), *ranks)
+
+
+def starter_of(seats: tuple[Seat, ...]) -> str:
+    """Who starts the roles of a run with these seats: "hand", "torchrun", or "" (none): the run itself."""
+    if not seats:
+        return ""
+    return "torchrun" if "/" in seats[0].name else "hand"
+
+
+def commands_by_hand(plan: RunPlan, point: Path) -> list[str]:
+    """One for each terminal, the root's first."""
+    return [seat.command for seat in seats_by_hand(plan, point) if "/" not in seat.name]

@@ -82,6 +82,14 @@ def find_torchrun(environment: Mapping[str, str]) -> Torchrun | None:
     """What torchrun has told; None if it has not started this process."""
     if any(not environment.get(name) for name in SET):
         return None
+    for name in NUMBERS:
+        if not environment[name].isdecimal():
+            raise UserError(
+                f"{name}={environment[name]} is no number.",
+                where=name,
+                why="with all of torchrun's variables set, each process is one trainer rank",
+                fix=f"torchrun sets it; `env -u {RUN_ID}` for a run that torchrun does not start",
+            )
     rank, world_size, _, local_world_size, port = (int(environment[name]) for name in NUMBERS)
     return Torchrun(
         rank,
@@ -92,6 +100,15 @@ def find_torchrun(environment: Mapping[str, str]) -> Torchrun | None:
         int(environment.get(f"{PREFIX}RESTART_COUNT", "0")),
         environment.get(f"{PREFIX}USE_AGENT_STORE") == "True",
     )
+
+
+def looks_like_ranks(environment: Mapping[str, str], instead: str = "a run of its own") -> str:
+    """A line for who has set the variables of ranks by other means than torchrun: they count for nothing here."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+    if environment.get(RUN_ID) or not all(map(environment.get, names)) or environment["WORLD_SIZE"] == "1":
+        return ""
+    given = " ".join(f"{name}={environment[name]}" for name in names)
+    return f"{given} without {RUN_ID}: not started by torchrun, so this is {instead}, not one rank of a run"
 
 
 def take_torchrun() -> Torchrun | None:

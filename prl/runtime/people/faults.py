@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 from prl.metrics.writer import metrics_path
-from prl.runtime.directory.files import open_regular, parse_object, why_no_object
+from prl.runtime.directory.files import open_regular, parse_object, read_object, why_no_object
 from prl.runtime.directory.rundir import BEFORE_PLAN, is_locked
-from prl.runtime.directory.status_file import State, read_status, status_path
+from prl.runtime.directory.status_file import State, misfits_of_status, shape_status, status_path
 
 UNREADABLE = "unreadable"  # the state of a run whose status, or whose plan before it has one, cannot be read
 PLAN = "plan.json"
@@ -32,9 +33,16 @@ def find_faults(run_dir: Path) -> list[str]:
         return []
     except OSError as error:
         return [f"{run_dir} cannot be read: {error.strerror}"]
-    status = read_status(run_dir)
-    found = [_of_plan(run_dir, names), _of_status(run_dir, status), *_of_metrics(run_dir, status)]
+    says = read_object(status_path(run_dir)) or {}
+    status = shape_status(says)
+    of_status = _of_values(run_dir, says) if status else _of_status(run_dir)
+    found = [_of_plan(run_dir, names), of_status, *_of_metrics(run_dir, status)]
     return [fault for fault in found if fault]
+
+
+def within(directory: Path, why: str) -> str:
+    """The same with paths below the directory from there on, for tables: short, however long the directory's own."""
+    return re.sub(rf"(?<![\w./~-]){re.escape(f'{directory}{os.sep}')}", "", why)
 
 
 def last_lines(path: Path) -> list[str]:
@@ -51,10 +59,14 @@ def _of_plan(run_dir: Path, names: set[str]) -> str:
     return why_no_object(run_dir / PLAN, ("config",))
 
 
-def _of_status(run_dir: Path, status: dict[str, Any]) -> str:
+def _of_values(run_dir: Path, says: dict[str, Any]) -> str:
+    misfits = ", ".join(misfits_of_status(says))
+    return f"{status_path(run_dir)} was changed: no run writes such values of {misfits}" if misfits else ""
+
+
+def _of_status(run_dir: Path) -> str:
+    """Of one that says nothing."""
     path = status_path(run_dir)
-    if status:
-        return ""
     if os.path.lexists(path):
         return why_no_object(path) or f"{path} cannot be used: its state is none of {', '.join(get_args(State))}"
     if is_locked(run_dir):  # it may be about to be written
@@ -82,6 +94,14 @@ def _of_metrics(run_dir: Path, status: dict[str, Any]) -> list[str]:
         except OSError as error:
             found.append(f"{path} cannot be read: {error.strerror}")
         else:
-            if len(lines) > 1 and not any(parse_object(line) for line in lines):
+            rows = [row for line in lines if (row := parse_object(line)) is not None]
+            if len(lines) > 1 and not rows:
                 found.append(f"{path} cannot be used: none of its last {len(lines)} lines is a JSON object")
+            elif status.get("state") == "done" and status["job"] in WRITERS and _last_step(rows) < status["step"]:
+                told = f"{path} ends at step {_last_step(rows)}, and status.json says that step {status['step']} was"
+                found.append(f"{told} reached: it was cut")
     return found
+
+
+def _last_step(rows: list[dict[str, Any]]) -> int:
+    return max((step for row in rows if isinstance(step := row.get("step"), int)), default=0)

@@ -60,7 +60,8 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
     points = [(row["step"], row[held_out]) for row in rows if is_number(row.get(held_out))]
     if points:
         (first_step, first), (last_step, last) = points[0], points[-1]
-        print(f"{LABELS[held_out]}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}")
+        ends = [(first, first_step)] if first_step == last_step else [(first, first_step), (last, last_step)]
+        print(f"{LABELS[held_out]}: {', '.join(f'{value:.3f} at step {step}' for value, step in ends)}")
     failed = [(row["eval/failed_rollouts"], row["step"]) for row in rows if row.get("eval/failed_rollouts")]
     if failed:
         told = _first([f"{count} at step {step}" for count, step in failed])

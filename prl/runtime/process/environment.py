@@ -9,7 +9,7 @@ import socket
 import struct
 from pathlib import Path
 
-from prl.planning.commands import ALLOCATOR, computing_processes, trainer_environment
+from prl.planning.commands import ALLOCATOR, IDLE_THREADS, computing_processes, trainer_environment
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.vllm_arguments import engine_environment
 from prl.runtime.process.ports import LOOPBACK
@@ -17,6 +17,7 @@ from prl.runtime.process.python_path import python_path
 from prl.runtime.process.reaper import MARKER
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")  # the latter is its old name
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 NCCL_ADAPTERS = "NCCL_IB_HCA"
@@ -42,6 +43,8 @@ def child_environment(plan: RunPlan, role: RolePlan | None, marker: str, address
         "TOKENIZERS_PARALLELISM": "false",
         MARKER: marker,
     }
+    if os.environ.keys().isdisjoint(WAIT_VARIABLES):
+        variables |= IDLE_THREADS
     variables["CUDA_VISIBLE_DEVICES"] = visible_devices(plan, role)
     if role is not None and role.engine is not None:
         variables |= engine_environment(plan.config, role.engine)

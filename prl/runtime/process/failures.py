@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from prl.config.console import one_line
-from prl.config.errors import UserError
+from prl.config.errors import PassingError, UserError
 
 FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "diverged", "code"]
 PASSING: tuple[FailureClass, ...] = ("node", "hang", "collective")  # worth another try
 MENDED_BY_PEOPLE = tuple(kind for kind in get_args(FailureClass) if kind not in PASSING)  # would come again
 
 TAIL_LINES = 20
-TAIL_BYTES = 16384
+TAIL_BYTES = 65536  # the stacks of all threads, as faulthandler writes them
+CRASH, CRASHED_THREAD = "Fatal Python error: ", "Current thread "
+THREADS = (CRASHED_THREAD, "Thread ")
+DUMP_TEXTS = ("  ", *THREADS, "Extension modules:")  # how the lines begin that follow it
+CRASH_FRAMES = 8
 RECORD_TEXT_LENGTH = 2048  # characters of one text; five of them fit into a pipe however they are encoded
 RECORD_BYTES = 65536  # what a pipe holds, so that writing a record never blocks
 OOM_TEXTS = ("OutOfMemoryError", "out of memory", "can't allocate memory", "Cannot allocate memory")
@@ -31,7 +35,7 @@ COLLECTIVE_TEXTS = (
     "ncclUnhandled",
     "ncclSystemError",
     "ncclRemoteError",
-    "[/pytorch/third_party/gloo",
+    "third_party/gloo",
     "Watchdog caught collective operation timeout",
 )
 NODE_TEXTS = ("uncorrectable ECC error", "CUDA error: unspecified launch failure", "Bus error", "Input/output error")
@@ -95,7 +99,9 @@ class Failure:
 
     def as_user_error(self) -> UserError | None:
         """The UserError that the role raised, to be raised again in the root; None for any other failure."""
-        return None if self.user_error is None else UserError(**self.user_error)
+        if self.user_error is None:
+            return None
+        return (PassingError if self.kind == "node" else UserError)(**self.user_error)
 
 
 def is_refusal(status: dict[str, Any]) -> bool:
@@ -121,14 +127,16 @@ def how_points_go_on(statuses: Mapping[str, dict[str, Any]]) -> list[str]:
     passing = [name for name in failed if name not in lasting]
     told = []
     if passing:
-        told.append(f"failed, and may pass: {_some(passing)}; the sweep's command tries again")
+        told.append(f"failed, and may pass: {some_names(passing)}; the sweep's command tries again")
     if lasting:
         why = "failed, and would fail again as it is"
-        told.append(f"{why}: {_some(lasting)}; hydra.launcher.retry_failed=true in the sweep's command tries again")
+        told.append(
+            f"{why}: {some_names(lasting)}; hydra.launcher.retry_failed=true in the sweep's command tries again"
+        )
     return told
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
@@ -160,7 +168,7 @@ def failure_of_root(error: Exception, told: UserError | None) -> dict[str, Any]:
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """The last lines of a log."""
+    """The last lines of a log; of a crash below Python what was said before it, and where it was."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
@@ -168,7 +176,22 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    return tuple(text.splitlines()[-lines:])
+    return tuple(_end_of(text.splitlines(), lines))
+
+
+def _end_of(log: list[str], count: int) -> list[str]:
+    """The last `count` lines, or where it ends in a crash, those around it: native code gives its reason before
+    faulthandler writes the stacks of all threads, the innermost call first.
+    """
+    crash = max((i for i, line in enumerate(log) if line.startswith(CRASH)), default=None)
+    if crash is None or any(line and not line.startswith(DUMP_TEXTS) for line in log[crash + 1 :]):
+        return log[-count:]
+    after = log[crash:]
+    threads = [i for i, line in enumerate(after) if line.startswith(THREADS)]
+    crashed = [i for i in threads if after[i].startswith(CRASHED_THREAD)]  # none, if it is not one of Python's
+    stack = after[(crashed or threads)[-1] :][: 1 + CRASH_FRAMES] if threads else []  # the last: the first that began
+    before = max(1, count - len(stack) - 1)
+    return [*log[max(0, crash - before) : crash], after[0], *stack]
 
 
 def classify(role: str, exit_code: int, error: dict[str, Any], tail: tuple[str, ...], oom_kills: int) -> FailureClass:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from prl.config.errors import UserError
+from prl.config.keys import as_override
 from prl.config.rules import violations
 from prl.config.schema import ParallelismConfig
 from prl.planning.planner import make_plan
@@ -17,6 +22,8 @@ from prl.planning.sharing import devices_taking_turns
 SINGLE = ParallelismConfig(dp_shard=1, ep=1)  # conf/parallelism/single.yaml
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg")  # where the driver is outside of a container; on WSL
 BETWEEN_GPUS = ("nccl", "ipc")
+NONE_AVAILABLE = 3  # exit code
+ASK_TORCH_S = 60.0
 GPUS = Path("/proc/driver/nvidia/gpus")  # one entry for each
 
 
@@ -61,7 +68,7 @@ def too_few_gpus(plan: RunPlan) -> UserError | None:
         )
     return UserError(
         f"{needed} GPUs are needed, and this machine has {found}.",
-        where=f"deployment.device=cuda, deployment={deployment.type}",
+        where=", ".join(["deployment.device=cuda", *(_named_beyond(plan, found) or [f"deployment={deployment.type}"])]),
         why="each trainer rank and each engine has one of its own",
         fix=fixes,
     )
@@ -72,6 +79,10 @@ def _remedies(plan: RunPlan, found: int) -> Iterator[str]:
     config = plan.config
     deployment = config.deployment
     turns = devices_taking_turns(plan)
+    if named := _named_beyond(plan, found):
+        lowest = deployment.model_copy(update={"infer_gpu_ids": None, "train_gpu_ids": None})
+        if gpus_needed(make_plan(config.model_copy(update={"deployment": lowest}))) <= found:
+            yield " ".join(f"{word.partition('=')[0]}=null" for word in named)
     if turns is not None and turns <= found:
         yield "deployment=colocated (trainer and engines take turns on the same GPUs)"
     single = config.model_copy(update={"parallelism": SINGLE})
@@ -89,16 +100,56 @@ def _remedies(plan: RunPlan, found: int) -> Iterator[str]:
     yield "hydra/launcher=slurm hydra.launcher.dry_run=true, which starts nothing and shows what a cluster would get"
 
 
-def lacks_all_gpus(plan: RunPlan) -> UserError | None:
-    """That no sign of a GPU is here, and the plan wants them: not enough to refuse by itself, for drivers differ."""
-    if plan.config.deployment.device != "cuda" or GPUS.is_dir() or any(map(glob.glob, DEVICES)):
+def _named_beyond(plan: RunPlan, found: int) -> list[str]:
+    """Keys that name devices beyond the first so many, as overrides."""
+    deployment = plan.config.deployment
+    given = {"infer_gpu_ids": deployment.infer_gpu_ids, "train_gpu_ids": deployment.train_gpu_ids}
+    named = {key: ids for key, ids in given.items() if ids and max(ids) >= found}
+    return [f"deployment.{key}={as_override(ids)}" for key, ids in named.items()]
+
+
+def no_usable_gpus(plan: RunPlan) -> UserError | None:
+    """That the plan's roles here are to have GPUs, and torch can use none on this machine; None where it may."""
+    if plan.config.deployment.device != "cuda" or (why := _why_torch_has_none()) is None:
         return None
+    what = "torch cannot use the GPUs of this machine." if _signs() else "There is no sign of a GPU on this machine."
+    needed = gpus_needed(plan)
     return UserError(
-        "There is no sign of a GPU on this machine.",
+        what,
         where="deployment.device=cuda",
-        why=f"{needed} are needed" if (needed := gpus_needed(plan)) > 1 else "one is needed",
-        fix="; ".join(_remedies(plan, 0)),
+        why=(f"{needed} are needed, and " if needed > 1 else "one is needed, and ") + why,
+        fix="; ".join([*_remedies(plan, 0), "python -m prl.doctor deployment.device=cuda says what is missing"]),
     )
+
+
+def _signs() -> bool:
+    return GPUS.is_dir() or any(map(glob.glob, DEVICES))
+
+
+def _why_torch_has_none() -> str | None:
+    """By its build, without importing it; asked itself, which takes seconds, only where there is no sign of a GPU. With
+    a driver that is none for this torch, the roles are told.
+    """
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    try:
+        built = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
+    except OSError:
+        return None
+    platforms = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)$", built, re.MULTILINE)
+    if platforms and all(value.strip() == "None" for value in platforms):
+        return "torch is built without CUDA"
+    return None if _signs() or _torch_finds_gpus() else "torch.cuda.is_available() is false"
+
+
+def _torch_finds_gpus() -> bool:
+    """Also where it cannot be asked: not enough to refuse."""
+    asked = [sys.executable, "-c", f"import sys, torch; sys.exit(0 if torch.cuda.is_available() else {NONE_AVAILABLE})"]
+    try:
+        return subprocess.run(asked, capture_output=True, timeout=ASK_TORCH_S, check=False).returncode != NONE_AVAILABLE
+    except (OSError, subprocess.TimeoutExpired):
+        return True
 
 
 def roles_without_gpu(plan: RunPlan) -> list[str]:

@@ -20,12 +20,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 MARKER = "PRL_RUN_MARKER"  # environment variable of every process of a run; random, not secret
 SURVEY_INTERVAL_S = 1.0
 KILL_TIMEOUT_S = 5.0
 MAPS_INTERVAL_S = 1.0
 SEGMENT = re.compile(rb"/dev/shm/psm_\w+")  # of multiprocessing.shared_memory, as vLLM's queues: 160 MiB each
+SEMAPHORE = re.compile(rb" (\d+) +/dev/shm/sem\.")  # of multiprocessing; mapped under another name than it has: inode
 
 
 class Reaper:
@@ -95,11 +97,18 @@ def has_marker(pid: int, marker: str) -> bool:
     return False
 
 
-def segments_of(pid: int) -> set[bytes]:
-    """Segments of shared memory that a process has mapped."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
-        return set(SEGMENT.findall(file.read()))
-    return set()
+def segments_of(pids: Iterable[int]) -> set[bytes]:
+    """Segments of shared memory, and semaphores, that processes have mapped."""
+    found, inodes = set[bytes](), set[int]()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+            maps = file.read()
+            found |= set(SEGMENT.findall(maps))
+            inodes |= set(map(int, SEMAPHORE.findall(maps)))
+    for path in glob.glob(b"/dev/shm/sem.mp-*") if inodes else ():
+        with contextlib.suppress(OSError):
+            found |= {path} if os.stat(path).st_ino in inodes else set()
+    return found
 
 
 class Watch:
@@ -148,7 +157,7 @@ class Watch:
     def read_maps(self) -> None:
         """Remember segments that nobody unlinks when their makers are killed."""
         self.maps_read_s = time.monotonic()
-        self.segments |= {segment for pid in self.seen for segment in segments_of(pid)}
+        self.segments |= segments_of(self.seen)
 
     def _is_taken(self, group: int, table: dict[int, tuple[int, int]]) -> bool:
         """Whether a registered group's number means another process now; while any of the group lives it does not."""
@@ -201,7 +210,7 @@ class Watch:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self.segments = {path for path in self.segments if os.path.exists(path)}
-        used = {path for pid in process_table() for path in segments_of(pid)} if self.segments else set()
+        used = segments_of(process_table()) if self.segments else set()
         for segment in self.segments - used:
             with contextlib.suppress(OSError):
                 if os.stat(segment).st_ctime >= self.began_s:  # else it is one that the run was given to use
@@ -211,15 +220,17 @@ class Watch:
                 record_root_death(path)
 
 
-def record_root_death(path: str) -> None:
-    """Make status.json true: the run has failed with its root."""
+ROOT_KILLED = "the root process was killed; every process of the run has been ended"
+
+
+def record_root_death(path: str, kind: str = "node", message: str = ROOT_KILLED) -> None:
+    """Make status.json true: the run has failed with its root. Raises OSError, or what a damaged one leads to."""
     with open(path) as file:
         status = json.load(file)
     if status["state"] in ("done", "failed", "stopped"):
         return
-    message = "the root process was killed; every process of the run has been ended"
     status["state"] = "failed"
-    status["failure"] = {"class": "node", "role": "root", "rank": 0, "node": 0, "message": message, "log_tail": []}
+    status["failure"] = {"class": kind, "role": "root", "rank": 0, "node": 0, "message": message, "log_tail": []}
     status["updated"] = time.time()
     for role in status["roles"].values():
         role["state"] = "killed" if role["exit"] is None else role["state"]

@@ -33,21 +33,17 @@ class GatheredSparseAttention(PackedSparseAttention):
         mine = places[context.rank][0].to(device)
         self.low, self.high = self.low[mine], self.high[mine]
 
-    def choose(self, layer_idx: int, q: Tensor, weights: Tensor, k: Tensor) -> None:
-        if layer_idx not in self.chosen:
-            super().choose(layer_idx, q, weights, self.gathered(k))
-
-    def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().__call__(layer_idx, q, self.gathered(k), v)
-
     def gathered(self, x: Tensor) -> Tensor:
         """x [n, ...] of every rank's slots -> [T, ...] in the order of the row."""
-        return _Gather.apply(x, self.context).index_select(0, self.slot_of)
+        return gather(x, self.context).index_select(0, self.slot_of)
+
+
+def gather(x: Tensor, context: ContextGroup) -> Tensor:
+    """x [n, ...] -> those of all ranks, [cp * n, ...]. Gradients add up where x came from."""
+    return _Gather.apply(x, context)
 
 
 class _Gather(torch.autograd.Function):
-    """x [n, ...] -> those of all ranks, [cp * n, ...]."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:
         ctx.context = context

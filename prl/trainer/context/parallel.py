@@ -12,8 +12,8 @@ state-space layers communicate.
 
 Rows of any length and documents of any length fit: padding slots repeat a real token, are read by no real one, and
 must stay out of the loss. `ulysses` costs two all-to-alls a layer (three with states) and needs cp to divide the query
-heads; `ring` passes keys and values cp - 1 times; `gather`, that of sparse attention, gathers latents. Both pad
-documents to multiples of 2 * cp.
+heads; `ring` passes keys and values cp - 1 times; `gather`, that of latent attention, dense or sparse, gathers latents.
+Both pad documents to multiples of 2 * cp.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import ModelCard
-from prl.models.layers.attention import Attend
+from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.hybrid import HybridAttend
 from prl.models.layers.packed_attention import AttentionImpl
 from prl.trainer.context.gather import GatheredSparseAttention
+from prl.trainer.context.gather_latents import GatheredLatentAttention
 from prl.trainer.context.group import ContextGroup, sum_over_context
 from prl.trainer.context.ring_attention import ring_attention, zigzag_positions
 from prl.trainer.context.ulysses import chunk_positions, ulysses_attention, ulysses_states
@@ -54,14 +55,16 @@ def shard_row(doc_lens: list[int], context: ContextGroup, device: torch.device) 
 
 def context_attention(
     card: ModelCard, doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
-) -> Attend:
+) -> Attend | LatentAttend:
     """Causal attention inside each document, on the slots of `shard_row`: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
     A collective: every rank of the group calls it for the same layers in the same order, and so in backward. `impl` is
     that of `packed_attention`, for ulysses; the ring needs the log-sum-exp and always runs the flash kernels on GPUs.
     """
     if context.style == "gather":
-        return GatheredSparseAttention(doc_lens, card, context, device)
+        if card.index_topk:
+            return GatheredSparseAttention(doc_lens, card, context, device)
+        return GatheredLatentAttention(doc_lens, context, device)
     if context.style == "ring":
         return ring_attention(doc_lens, context, device)
     attend = ulysses_attention(doc_lens, context, device, impl)

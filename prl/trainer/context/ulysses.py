@@ -15,7 +15,7 @@ from torch import Tensor
 from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import AttentionImpl, packed_attention
 from prl.models.state_space.documents import mix_documents
-from prl.models.state_space.mixer import Channels, Mix
+from prl.models.state_space.mixer import Channels, Convolve, Mix
 from prl.trainer.context.group import ContextGroup, exchange
 
 
@@ -66,12 +66,12 @@ def ulysses_states(doc_lens: list[int], context: ContextGroup, device: torch.dev
     """
     mix_row = mix_documents(_padded(doc_lens, context), device)
 
-    def mix(layer_idx: int, xbc: Tensor, dt: Tensor, channels: Channels) -> Tensor:
+    def mix(layer_idx: int, xbc: Tensor, dt: Tensor, channels: Channels, convolve: Convolve) -> Tensor:
         cp, n = context.size, len(xbc)
         repeats = cp // math.gcd(cp, channels.groups)
         row = exchange(channels.shares(xbc, cp, repeats), context).flatten(0, 1)  # [cp * n, C']
         steps = exchange(dt.view(n, cp, -1).transpose(0, 1), context).flatten(0, 1)  # [cp * n, heads / cp], float32
-        y = mix_row(layer_idx, row, steps, channels.share(context.rank, cp, repeats))
+        y = mix_row(layer_idx, row, steps, channels.share(context.rank, cp, repeats), convolve)
         return exchange(y.view(cp, n, -1), context).transpose(0, 1).reshape(n, -1)
 
     return mix

@@ -34,12 +34,16 @@ class BatchClient:
         """Wait for the batch of `step`, or for word to publish again or to stop; beats while waiting. `publications`:
         how often this rank has published. Raises OSError when the orchestrator is gone.
         """
+        while (body := self.poll(step, data_rank, publications)) is None:
+            pass
+        return TrainBatch.from_bytes(body)
+
+    def poll(self, step: int, data_rank: int, publications: int) -> bytes | None:
+        """What `fetch` returns, as it comes, or None if there is nothing yet after some seconds. Beats once."""
+        self.beat()
         route = f"/train/batch?step={step}&data_rank={data_rank}&publications={publications}"
-        while True:
-            self.beat()
-            status, body = self._call(route, None, LONG_POLL_S)
-            if status == 200:
-                return TrainBatch.from_bytes(body)
+        status, body = self._call(route, None, LONG_POLL_S)
+        return body if status == 200 else None
 
     def wait_for_engines(self) -> None:
         """Return once they can take weights, so that the time which loading takes them is not a transfer's; beats."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prl.config.schema import RunConfig
 from prl.models.adapters.peft import export_adapter
-from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
+from prl.models.checkpoints.writing import export_checkpoint, hf_tensors
 from prl.trainer.policy import Policy
 
 ADAPTER = "adapter"  # in a directory of its own: transformers takes an adapter_config.json beside a model for its own
@@ -15,7 +15,8 @@ ADAPTER = "adapter"  # in a directory of its own: transformers takes an adapter_
 def export_policy(policy: Policy, source: Path, target: Path) -> None:
     """Write the policy and its tokenizer to `target`, adapters to `target`/adapter: a collective, rank 0 writes.
 
-    source: the checkpoint that training started from. With LoRA the whole model, adapters added in, is there unless
+    source: the checkpoint that training started from; what it has and the policy has not (layers that predict further
+    tokens, tokenizer) is copied from there. With LoRA the whole model, adapters added in, is there unless
     `memory_recipe.lora.export_merged` is false.
     """
     config, model, lora = policy.config, policy.model, policy.config.memory_recipe.lora
@@ -29,8 +30,7 @@ def export_policy(policy: Policy, source: Path, target: Path) -> None:
         for _ in tensors:  # take part in the gathers
             pass
         return
-    save_checkpoint(tensors, target, config.model.card)
-    copy_tokenizer(source, target)
+    export_checkpoint(model, tensors, source, target, config.model.card)
 
 
 def base_name(config: RunConfig, source: Path) -> str:

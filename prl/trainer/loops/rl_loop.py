@@ -24,6 +24,7 @@ from prl.trainer.loops.kept_logp import KeptLogp
 from prl.trainer.loops.publishing import publisher_of, wire_dtype
 from prl.trainer.loops.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.loops.saving import Saving
+from prl.trainer.loops.shared_fetch import SharedFetch
 from prl.trainer.policy import Policy, device_memory_bytes, make_room, peak_memory_bytes, seed_everything
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, meet, sum_over_data
 from prl.transport.batch import TrainBatch
@@ -49,6 +50,7 @@ class RLTrainer:
         self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
         self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.keys.train, self.check_neighbours)
+        self.batches = SharedFetch(world, self.client)
         self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took)
         self.guard = StepGuard(self.config.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
         self.publisher, self.wire_dtype = publisher_of(ctx, world), wire_dtype(ctx.plan)
@@ -86,7 +88,7 @@ class RLTrainer:
     def fetch_after(self, step: int) -> TrainBatch:
         """The batch that follows, or word to stop. What engines that came back need is published before."""
         while True:
-            batch = self.client.fetch(step + 1, self.world.data_rank, self.publications)
+            batch = self.batches.fetch(step + 1, self.publications)
             if not batch.meta["publish_again"]:
                 return batch
             self.publish(step)
@@ -103,7 +105,7 @@ class RLTrainer:
         wanted = set(batch.meta.get("kept_documents", ()))
         for micro in batch.micro_batches:
             self.ctx.beat()
-            stats = self.policy.forward(micro, self.config.inference.sampling.temperature)
+            stats = self.policy.forward(micro, self.config.inference.sampling.temperature, batch.loss_tokens)
             part, kl = backward_rl(self.config.algo, micro, stats, denominator)
             parts.append(part)
             kls.append(kl)
@@ -134,7 +136,7 @@ class RLTrainer:
             "padded_tokens": padded,
             "forward_backward_s": forward_backward_s,
             "optim_s": done.seconds,
-            **self.policy.expert_load,
+            **self.policy.figures,
             **self.policy.compile_times(),
             "flops": flops / self.world.cp,
         }

@@ -106,7 +106,7 @@ class SftTrainer:
         targets = sum(int(row.loss_mask.sum()) for row in rows)
         loss, flops = 0.0, 0.0
         for micro in self.share(rows):
-            share = -self.policy.forward(micro).logp.sum() / targets
+            share = -self.policy.forward(micro, loss_tokens=targets).logp.sum() / targets
             share.backward()
             loss += share.item()
             flops += self.policy.flops(micro)
@@ -120,7 +120,7 @@ class SftTrainer:
             "grad_norm": done.grad_norm,
             "step_skipped": int(not done.applied),
             "lr": self.policy.lr,
-            **self.policy.expert_load,
+            **self.policy.figures,
             **self.policy.compile_times(),
             "loss_tokens": targets,
             "tokens": tokens,

@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from prl.config.schema import ActivationCheckpointing
 from prl.models.experts.stacked import Experts
 from prl.models.layers.decoder import Decoder, DecoderLayer
+from prl.models.layers.hybrid import StateSpaceLayer
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.trainer.memory.saved_tensors import Pack, Stored, current_pack, packing
 
@@ -41,7 +42,8 @@ def apply_checkpointing(model: Decoder, ac: ActivationCheckpointing, compiled: b
         norm       the normed inputs of attention and MLP
         act        the product inside SwiGLU, and silu(gate)
         attn_proj  q, k, v and all on the way to them, normed input included: repeats norm, projections, rotation; in
-                   state-space layers what the convolution and the gate are made from
+                   state-space layers what the convolution and the gate are made from, and what the scan reads:
+                   repeats the convolution, too
         mlp, moe   everything inside the MLP block: repeats it, for experts routing and token exchange included
 
     compiled: whether the layers' parts are compiled. Inside these the compiler decides what is kept of norms and
@@ -61,6 +63,8 @@ def _apply_targets(layer: DecoderLayer, targets: frozenset[str], compiled: bool)
     if layer.mixes_tokens:
         if "attn_proj" in targets:
             _override(layer, "project", recomputed(layer.project, outputs=True))
+            if isinstance(layer, StateSpaceLayer):
+                _override(layer.mamba, "convolve", recomputed(layer.mamba.convolve, outputs=True))
         elif "norm" in targets and not compiled:
             norm = layer.input_layernorm
             _override(norm, "forward", recomputed(norm.forward, outputs=True))

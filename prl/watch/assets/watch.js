@@ -36,7 +36,7 @@ async function sweepPage(query) {
   const runs = overview.runs.filter((run) => run.sweep === query.sweep);
   return [el("p", {}, el("a", { href: link("compare", { one: runs[0]?.name, other: runs[1]?.name }) }, "two points side by side"),
     el("span", { class: "quiet" }, "  bands: Student's 95 % interval of the mean over seeds")),
-  el("div", { class: "charts" }, found.charts.map((one) => chart(one.title, one.lines))), runRows(runs)];
+  found.faults.map((why) => el("p", { class: "bad" }, why)), el("div", { class: "charts" }, found.charts.map((one) => chart(one.title, one.lines))), runRows(runs)];
 }
 
 async function runPage(query) {

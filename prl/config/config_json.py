@@ -9,9 +9,12 @@ from typing import Any
 from prl.config.auto_card import FREE
 from prl.config.cards import facts_of, not_built
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES
 from prl.config.keys import as_override
-from prl.config.schema import ModelCard
+from prl.config.quantised import quantisation_of
+from prl.config.schema import ModelCard, ModelConfig
 
+FOREIGN = "model.impl=hf, with inference=vllm where there are engines"
 OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
@@ -31,10 +34,26 @@ def read_config_json(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def card_of_impl(model: ModelConfig) -> ModelCard:
+    """What a checkpoint is held against where trainers, or engines that know more than prl/models, run it: with
+    impl=hf it need have no layers of ours.
+    """
+    return model.card.model_copy(update={"family": "other"}) if model.impl == "hf" else model.card
+
+
 def check_card(path: Path, card: ModelCard) -> None:
-    """Raise UserError unless the checkpoint's config.json agrees with the card."""
+    """Raise UserError unless the checkpoint's config.json agrees with the card, and its weights can be read."""
     config = read_config_json(path)
-    says = facts_of(config)
+    quantisation_of(config, path / "config.json")
+    try:
+        says = facts_of(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"config.json of the checkpoint says what cannot be: {error}",
+            where=str(path / "config.json"),
+            why="the card is held against it",
+            fix="correct config.json, or model.path=/path/to/another/checkpoint",
+        ) from error
     if not card.is_native:  # of a family of transformers' only what all families call the same
         says = {key: says[key] for key in (*OF_ALL, "tie_word_embeddings") if key in says}
     elif odd := not_built(config):
@@ -43,7 +62,7 @@ def check_card(path: Path, card: ModelCard) -> None:
             + ", ".join(f"{key}={value}" for key, value in odd.items()),
             where=str(path / "config.json"),
             why=f"prl/models builds {card.family} without it",
-            fix="model.impl=hf"
+            fix=("another checkpoint" if FAMILIES[card.family].is_ours_alone else FOREIGN)
             + (", or remove it from config.json if sequences are short" if "rope_type" in odd else ""),
         )
     wrong = [key for key, value in says.items() if key not in FREE and getattr(card, key) != value]

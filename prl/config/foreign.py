@@ -1,0 +1,71 @@
+"""What transformers' own layers cannot do in a trainer, as far as a config.json says so (`model.impl=hf`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prl.config.errors import UserError
+from prl.config.families import FAMILIES, Family
+from prl.config.schema_model import ModelConfig
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"}
+WITH_SINKS = ("gpt_oss",)  # model_type of those that always have them
+# keys of a config that change the logits after the last matrix product, and the values that change nothing
+NEUTRAL = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
+
+
+def is_transformers_code(model: ModelConfig) -> bool:
+    """Whether trainers run transformers' layers, not those of prl/models."""
+    return model.impl == "hf" or not model.card.is_native
+
+
+def not_trainable(fields: Mapping[str, Any], where: str) -> UserError | None:
+    """Why transformers' layers of this config.json, of a language model, cannot be trained; None: it says nothing.
+
+    A family's parts that only its class shows are seen when it is built.
+    """
+    kind, layers = str(fields.get("model_type")), set(fields.get("layer_types") or ())
+    family = FAMILIES.get(kind, Family(""))
+    custom = "model.impl=custom" if kind in FAMILIES else ""
+    if family.is_sparse or layers & INDEXED_LAYERS:
+        return UserError(
+            f"transformers' sparse attention of {kind} cannot separate packed documents.",
+            where=where,
+            why="an indexer chooses each query's keys, and transformers' lets it choose those of other documents",
+            fix=custom or "a model with dense attention",
+        )
+    odd = sorted(layers - KNOWN_LAYERS)
+    if odd or "M" in str(fields.get("hybrid_override_pattern") or ""):
+        return carries_state(kind, ", ".join(odd), where)
+    if kind in WITH_SINKS:
+        return has_sinks(kind, where)
+    scaled = [key for key, neutral in NEUTRAL.items() if fields.get(key) not in neutral]
+    if scaled:
+        return UserError(
+            f"{kind} changes its logits after the LM head: {', '.join(scaled)}.",
+            where=where,
+            why="losses are computed from hidden states and the LM head's weight",
+            fix="a model without these, or a custom implementation in prl/models",
+        )
+    return None
+
+
+def carries_state(kind: str, layers: str, where: str) -> UserError:
+    """layers: what config.json calls them, where it does."""
+    return UserError(
+        f"{kind} has layers that cannot separate packed documents: {layers or 'they carry state'}.",
+        where=where,
+        why="only attention layers take part in packing; recurrent ones would carry state across documents",
+        fix="a model with attention layers only" + (", or model.impl=custom" if kind in FAMILIES else ""),
+    )
+
+
+def has_sinks(kind: str, where: str) -> UserError:
+    return UserError(
+        f"{kind} has attention sinks, which are not supported.",
+        where=where,
+        why="the packed attention kernels do not know them",
+        fix="another model",
+    )

@@ -1,0 +1,59 @@
+"""Rules about the config.json of model.path, where it is at hand: a directory, or what the hub's cache has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prl.config.cards import card_to_hf_config, text_config
+from prl.config.config_json import card_of_impl, check_card, read_config_json
+from prl.config.errors import UserError
+from prl.config.foreign import is_transformers_code, not_trainable
+from prl.config.hub import cached_snapshot
+from prl.config.schema import RunConfig
+from prl.config.world import World
+
+
+def checkpoint_at_hand(config: RunConfig) -> Path | None:
+    """The directory of model.path's config.json; None where nobody begins with it, or it is still to come."""
+    path, bench = config.model.path, config.bench
+    is_drawn = bench is not None and bench.random_weights and bench.target != "stack"
+    if path is None or is_drawn or (config.job == "eval" and config.eval.run is not None):
+        return None
+    if Path(path).is_dir():
+        return Path(path)
+    snapshot = cached_snapshot(path, "model")
+    return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
+
+
+def checkpoint_fits_the_card(config: RunConfig, world: World) -> Iterator[UserError]:
+    """As the roles will find it: engines of prl/models have to know every layer, whatever trains."""
+    directory = checkpoint_at_hand(config)
+    if directory is None:
+        return
+    ours = world.has_engines and config.inference.engine == "torch" and config.model.card.is_native
+    try:
+        check_card(directory, config.model.card if ours else card_of_impl(config.model))
+    except UserError as error:
+        yield error
+
+
+def transformers_layers_can_be_trained(config: RunConfig, world: World) -> Iterator[UserError]:
+    """As far as the card says so, or of other families config.json."""
+    model = config.model
+    if not is_transformers_code(model) or model.impl == "custom":
+        return
+    directory = checkpoint_at_hand(config)
+    where = f"model.impl={model.impl}, model.path={model.path}"
+    if model.card.is_native:
+        fields = card_to_hf_config(model.card)
+        fields["hybrid_override_pattern"] = model.card.hybrid_override_pattern
+    elif directory is not None:
+        try:
+            fields = dict(text_config(read_config_json(directory)))
+        except UserError:  # told by `checkpoint_fits_the_card`
+            return
+    else:
+        return
+    if (error := not_trainable(fields, where)) is not None:
+        yield error

@@ -1,0 +1,220 @@
+"""What a checkpoint's config.json says against the card is told by planning, wherever the file is at hand."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from families import family_card
+from transformers import AutoConfig
+
+from prl.config import compose
+from prl.config.cards import card_to_hf_config
+from prl.config.config_json import check_card
+from prl.config.errors import ConfigError, UserError
+from prl.models.families.hf_causal_lm import build_hf_model
+
+
+def written(directory, family, **changes):
+    """A checkpoint directory without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(card_to_hf_config(family_card(family)) | changes))
+    return directory
+
+
+def auto(path, *overrides, job="rl"):
+    trains = {"rl": ["memory=none", "warm_start=none"], "sft": ["memory=none"]}.get(job, [])
+    return compose(["model=auto", f"model.path={path}", "model.tokenizer=byte", *trains, *overrides], job)
+
+
+def problems(path, *overrides, job="rl"):
+    with pytest.raises(ConfigError) as caught:
+        auto(path, *overrides, job=job)
+    return caught.value.violations
+
+
+@pytest.mark.parametrize("job", ["rl", "sft", "inference"])
+def test_what_the_layers_have_not_is_told_by_planning(job, tmp_path):
+    (problem,) = problems(written(tmp_path, "deepseek_v3", hidden_act="gelu"), job=job)
+    assert "hidden_act=gelu" in problem.what
+    assert problem.where == str(tmp_path / "config.json")
+    assert "model.impl=hf" in problem.fix
+
+
+def test_transformers_layers_and_vllm_are_not_asked_for_ours(tmp_path):
+    path = written(tmp_path, "llama", mlp_bias=True)
+    assert auto(path, "model.impl=hf", "inference=vllm").model.card.family == "llama"
+    assert auto(path, "model.impl=hf", job="sft").model.card.family == "llama"
+    (problem,) = problems(path, "model.impl=hf")
+    assert "inference=vllm" in problem.fix, "the built-in engine has our layers, whatever trains"
+
+
+def test_a_card_of_another_checkpoint_is_told_by_planning(tmp_path):
+    path = written(tmp_path, "qwen3", hidden_size=48)
+    with pytest.raises(ConfigError) as caught:
+        compose(["model=tiny_qwen3", f"model.path={path}", "warm_start=none"])
+    (problem,) = caught.value.violations
+    assert "hidden_size: card" in problem.what
+    assert "checkpoint 48" in problem.what
+
+
+def test_a_directory_without_config_json_is_told_by_planning(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json of the checkpoint cannot be read"):
+        compose(["model=tiny_qwen3", f"model.path={tmp_path}", "warm_start=none"])
+    compose(["model=tiny_qwen3", f"model.path={tmp_path}/later", "warm_start=none"])
+
+
+def test_a_name_of_the_hub_is_looked_up_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    line = ["model=tiny_qwen3", "model.path=me/mine", "warm_start=none"]
+    compose(line)
+    repository = tmp_path / "models--me--mine"
+    written(repository / "snapshots/abc", "qwen3", hidden_size=48)
+    compose(line)  # of an older commit, nobody knows which
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    with pytest.raises(ConfigError, match="checkpoint 48"):
+        compose(line)
+
+
+def test_weights_that_nobody_reads_are_not_looked_at(tmp_path):
+    path = written(tmp_path, "qwen3", hidden_size=48)
+    line = ["model=tiny_qwen3", f"model.path={path}"]
+    compose(line, "bench")
+    with pytest.raises(ConfigError, match="checkpoint 48"):
+        compose([*line, "bench.random_weights=false"], "bench")
+
+
+def test_plan_tells_it_without_torch_and_a_sweep_before_its_first_point(tmp_path):
+    path = written(tmp_path / "odd", "deepseek_v3", hidden_act="gelu")
+    line = ["model=auto", f"model.path={path}", "model.tokenizer=byte", "memory=none", "warm_start=none"]
+    code = (
+        "import sys\nfrom prl.plan import main\n"
+        "try: main()\nexcept SystemExit as stop: print('CODE', stop.code)\n"
+        "print('LOADED', [m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, *line], cwd=tmp_path, capture_output=True, text=True, env=os.environ, timeout=120
+    )
+    assert "CODE 2" in told.stdout, told.stdout + told.stderr
+    assert "LOADED []" in told.stdout
+    assert told.stderr.count("hidden_act=gelu") == 1
+    swept = subprocess.run(
+        [sys.executable, "-m", "prl.rl", "-m", *line, "seed=1,2"],
+        cwd=tmp_path, capture_output=True, text=True, env=os.environ, timeout=120,
+    )  # fmt: skip
+    assert swept.returncode == 2, swept.stdout + swept.stderr
+    assert "hidden_act=gelu" in swept.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+FOREIGN = (
+    "gpt2",
+    "gptj",
+    "gpt_bigcode",
+    "codegen",
+    "gpt_neo",
+    "bloom",
+    "mpt",
+    "dbrx",
+    "opt",
+    "falcon",
+    "phi3",
+    "olmo2",
+)
+SIZES_OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_sizes_are_found_under_the_names_of_the_family(family, tmp_path):
+    """transformers' `attribute_map` is the reference."""
+    config = AutoConfig.for_model(family)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    card = auto(tmp_path, job="sft").model.card
+    assert card.family == "other"
+    assert {key: getattr(card, key) for key in SIZES_OF_ALL} == {key: getattr(config, key) for key in SIZES_OF_ALL}
+    if "n_positions" in config.to_dict():
+        assert card.max_position_embeddings == config.max_position_embeddings
+
+
+def test_names_of_others_mean_nothing_in_families_of_ours(tmp_path):
+    written(tmp_path, "llama", n_layer=7)
+    assert auto(tmp_path).model.card.num_hidden_layers == family_card("llama").num_hidden_layers
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "blt"}, {"text_config": {"hidden_size": 8}}])
+def test_a_config_json_without_sizes_is_one_problem(changes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "hidden_size": 32} | changes))
+    (problem,) = problems(tmp_path, job="sft")
+    assert problem.what == "config.json of the checkpoint does not say num_hidden_layers, num_attention_heads."
+    said = ["model.card.num_hidden_layers=2", "model.card.num_attention_heads=4"]
+    card = auto(tmp_path, *said, "model.card.num_key_value_heads=4", "model.card.head_dim=8", job="sft").model.card
+    assert card.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("llama", {"hidden_size": "32"}, '"hidden_size": "32"'),
+        ("qwen3", {"rms_norm_eps": "1e-5"}, '"rms_norm_eps": "1e-5"'),
+        ("qwen3", {"rope_theta": "1e4"}, '"rope_theta": "1e4"'),
+        ("deepseek_v3", {"first_k_dense_replace": "1"}, '"first_k_dense_replace": "1"'),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, '"mlp_only_layers": ["0"]'),
+        ("llama", {"tie_word_embeddings": "false"}, '"tie_word_embeddings": "false"'),
+        ("llama", {"mlp_bias": "false"}, '"mlp_bias": "false"'),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2.0"}}, '"rope_scaling.factor": "2.0"'),
+        ("llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, '"1e4"'),
+        ("other", {"model_type": "gpt2", "n_layer": "2", "n_embd": 8, "n_head": 2}, '"n_layer": "2"'),
+    ],
+)  # fmt: skip
+def test_text_where_a_number_belongs_is_told_by_its_key(family, changes, told, tmp_path):
+    if family == "other":
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300} | changes))
+        card = None
+    else:
+        written(tmp_path, family, **changes)
+        card = family_card(family)
+    (problem,) = problems(tmp_path, job="sft")
+    assert problem.where == str(tmp_path / "config.json")
+    assert told in problem.why
+    if card is not None:
+        with pytest.raises(UserError) as caught:  # of a card that is not made from it
+            check_card(tmp_path, card)
+        assert told in caught.value.what
+        assert caught.value.where == str(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_trained_by_our_layers_alone(family, tmp_path):
+    path = written(tmp_path, family)
+    (problem,) = problems(path, "model.impl=hf", job="sft")
+    assert "sparse attention" in problem.what
+    assert "recurrent" not in problem.why
+    assert problem.fix == "model.impl=custom"
+    auto(path, problem.fix, job="sft")
+    AutoConfig.from_pretrained(path).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(UserError, match="sparse attention"):  # of transformers' own config, where it is built
+        build_hf_model(tmp_path / "theirs", family_card(family))
+
+
+def test_states_are_kept_apart_by_our_layers_alone(tmp_path):
+    (problem,) = problems(written(tmp_path, "nemotron_h"), "model.impl=hf", job="sft")
+    assert "carry state" in problem.what
+    assert "model.impl=custom" in problem.fix
+
+
+def test_experts_and_sinks_of_gpt_oss(tmp_path):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    AutoConfig.for_model("gpt_oss", **sizes, head_dim=8, vocab_size=300, num_local_experts=4).save_pretrained(tmp_path)
+    (sinks,) = problems(tmp_path, job="sft")
+    assert "attention sinks, which are not supported" in sinks.what
+    spread, again = problems(tmp_path, "parallelism=ep2", "deployment.num_train_gpus=2", job="sft")
+    assert spread.what == "Hugging Face model code cannot spread experts over ranks."
+    assert spread.fix == "parallelism.ep=1"
+    assert again.what == sinks.what
+    wide = ["inference=vllm", "inference.expert_parallel=true", "inference.dp=2", "deployment.num_infer_gpus=2"]
+    auto(tmp_path, *wide, "model.card.num_experts=4", job="inference")
+    (counted,) = problems(tmp_path, *wide, job="inference")
+    assert "counts no experts" in counted.what
+    assert "model.card.num_experts" in counted.fix
