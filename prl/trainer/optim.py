@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from prl.config.schema import OptimConfig, ScheduleConfig
+from prl.trainer.muon import Muon
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """One optimizer, or two for Muon: it orthogonalises the 2-D hidden matrices (torch.optim.Muon), AdamW has the rest.
+    """One optimizer, or two for Muon: it orthogonalises the 2-D hidden matrices (`muon.py`), AdamW has the rest.
 
     The rest is what Muon is not meant for: embeddings, LM head, norms, routers, and stacked experts (3-D). Muon's
     update is scaled to AdamW's RMS ("match_rms_adamw", arXiv:2502.16982), so one learning rate serves both.
@@ -32,7 +33,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     rest = by_mesh(p for n, p in params.items() if n not in hidden)
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
-        muon = torch.optim.Muon(
+        muon = Muon(
             by_mesh(hidden.values()),
             config.lr,
             config.weight_decay,

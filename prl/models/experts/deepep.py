@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     import deep_ep
 
 
+NVLINK_RANKS = 8  # as many ranks DeepEP takes to be in one node
+
+
 class DeepEPDispatch:
     """`AllToAllDispatch` by DeepEP; bfloat16 only. One object serves all layers, for its buffer is shared.
 
@@ -74,7 +77,9 @@ def make_buffer(group: dist.ProcessGroup, x: Tensor, num_sms: int) -> deep_ep.Bu
     row_bytes = x.shape[1] * max(x.element_size(), 2)
     configs = (Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size()))
     nvl_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in configs)
-    rdma_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, group.size()) for config in configs)
+    rdma_bytes = 0
+    if group.size() > NVLINK_RANKS:  # else a DeepEP built without NVSHMEM serves, which has no answer to this
+        rdma_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, group.size()) for config in configs)
     return Buffer(group, nvl_bytes, rdma_bytes)
 
 

@@ -14,6 +14,7 @@ tensors sharded as the parameters are, so checkpoints are the same as without of
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prl.models.sharding import local_part
+from prl.models.sharding import is_sharded, local_part
 from prl.trainer.memory.host_memory import Arena, CopyStream, compute_waits
 
 BUCKET_BYTES = 256 << 20  # of parameters; a larger parameter is a bucket of its own
@@ -184,13 +185,21 @@ def _buckets(group: dict[str, Any], limit: int) -> list[Bucket]:
     buckets: list[Bucket] = []
     size = limit
     for param in group["params"]:
-        nbytes = local_part(param.detach()).nbytes
+        nbytes = _even_bytes(param.detach())
         if size + nbytes > limit:
             buckets.append(Bucket(group, []))
             size = 0
         buckets[-1].params.append(param)
         size += nbytes
     return buckets
+
+
+def _even_bytes(param: Tensor) -> int:
+    """Of a parameter's part on each rank, as if all were as large: ranks that step buckets together cut them alike."""
+    parts = 1
+    if is_sharded(param):
+        parts = math.prod(param.device_mesh.size(i) for i, p in enumerate(param.placements) if not p.is_replicate())
+    return -(-param.numel() * param.element_size() // parts)
 
 
 # --- everything -------------------------------------------------------------------------------------------------------
