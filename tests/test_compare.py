@@ -30,11 +30,22 @@ FAILURE = {"class": "oom", "role": "trainer/0", "message": "CUDA out of memory"}
 
 
 def make_point(
-    path: Path, rewards: list[float], *, job: str = "rl", tokens: int = 100, state: str = "done", **swept: Any
+    path: Path,
+    rewards: list[float],
+    *,
+    job: str = "rl",
+    tokens: int = 100,
+    state: str = "done",
+    others: tuple[str, ...] = (),
+    **swept: Any,
 ) -> Path:
-    """A run directory with an evaluation after every step, the first at step 0; one second a step on 2 devices."""
+    """A run directory with an evaluation after every step, the first at step 0; one second a step on 2 devices.
+
+    others: overrides that are not called swept.
+    """
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in swept.items()]
-    config = compose([*overrides, f"max_steps={max(len(rewards) - 1, 1)}", f"output_dir={path}"], job)
+    steps = max(len(rewards) - 1, 1)
+    config = compose([*overrides, f"max_steps={steps}", *others, f"output_dir={path}"], job)
     named = {key.replace("__", "."): str(value) for key, value in swept.items()}
     plan = make_plan(config.model_copy(update={"swept": named}))
     claim(plan).release()
@@ -115,6 +126,39 @@ def test_seeds_are_grouped_ranked_and_told_apart_or_not(tmp_path: Path) -> None:
     assert "Holm" in text
 
 
+def test_runs_that_differ_in_more_than_the_seed_are_no_group_of_seeds(tmp_path: Path) -> None:
+    """Single runs, each with its own seed: the seed tells them apart, and yet says nothing of why they differ."""
+    make_point(tmp_path / "a", [0.0, 0.1], others=("seed=1",))
+    make_point(tmp_path / "b", [0.0, 0.2], others=("seed=2",))
+    make_point(tmp_path / "c", [0.0, 0.3], others=("seed=3", "optim.lr=0.5"))
+    make_point(tmp_path / "d", [0.0, 0.9], others=("seed=4", "env=countdown", "algo=sync"))
+    result = compared(tmp_path)
+    assert result.columns == ["algo", "optim.lr", "seed"]
+    assert {group.key: len(group.points) for group in result.groups} == {
+        ("default", "0.0015"): 2,
+        ("default", "0.5"): 1,
+        ("sync", "0.0015"): 1,
+    }
+    assert "env" in next(note for note in result.notes if "differ" in note)
+
+
+def test_what_was_swept_is_not_all_that_sets_sweeps_apart(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        make_point(tmp_path / "x" / str(seed), [0.0, 0.1], algo="grpo", seed=seed)
+        make_point(tmp_path / "y" / str(seed), [0.0, 0.2], algo="grpo", seed=seed, others=("optim=adamw",))
+    result = compared(tmp_path)
+    assert result.columns == ["algo", "optim", "seed"]
+    assert sorted(group.key for group in result.groups) == [("grpo", "adamw"), ("grpo", "muon")]
+
+
+def test_a_key_that_is_the_seed_is_no_column(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        make_point(tmp_path / str(seed), [0.0, 0.1], others=(f"seed={seed}", "warm_start.seed=${seed}"))
+    result = compared(tmp_path)
+    assert result.columns == ["seed"]
+    assert len(result.groups) == 1
+
+
 def test_one_seed_has_no_interval_and_no_verdict(tmp_path: Path) -> None:
     make_point(tmp_path / "a", [0.0, 0.9], algo="default", seed=1)
     make_point(tmp_path / "b", [0.0, 0.1], algo="grpo", seed=1)
@@ -171,12 +215,13 @@ def test_columns_are_found_where_nothing_says_what_was_swept(tmp_path: Path) -> 
 
 def test_every_state_is_a_row_and_only_finished_points_are_ranked(tmp_path: Path) -> None:
     make_point(tmp_path / "done", [0.0, 0.1, 0.5], seed=1)
-    make_point(tmp_path / "failed", [0.0, 0.2], seed=2, state="failed")
+    two = ("max_steps=2",)
+    make_point(tmp_path / "failed", [0.0, 0.2], seed=2, state="failed", others=two)
     make_point(tmp_path / "running", [0.0, 0.3, 0.9], seed=3, state="running")
-    lost = make_point(tmp_path / "lost", [0.0, 0.3], seed=4, state="running")
+    lost = make_point(tmp_path / "lost", [0.0, 0.3], seed=4, state="running", others=two)
     status = json.loads((lost / "status.json").read_text())
     (lost / "status.json").write_text(json.dumps({**status, "updated": time.time() - 1000}))
-    claim(make_plan(compose([f"output_dir={tmp_path / 'frozen'}", "seed=5"]))).release()
+    claim(make_plan(compose([f"output_dir={tmp_path / 'frozen'}", "seed=5", *two]))).release()
     points = [{"dir": name, "swept": {"seed": "1"}, "point_id": "x"} for name in ("done", "running", "gone")]
     points[2]["swept"] = {"seed": "6"}
     (tmp_path / "sweep.json").write_text(json.dumps({"points": points}))
@@ -195,14 +240,14 @@ def test_every_state_is_a_row_and_only_finished_points_are_ranked(tmp_path: Path
     assert result.values == {"done": (2, 0.5), "running": (2, 0.9)}
     text = render_text(result)
     assert "6 points (1 done, 1 failed, 1 lost, 1 missing, 1 not started, 1 running)" in text
-    assert re.search(r"2  failed +1/1 .* oom: trainer/0: CUDA out of memory", text)
+    assert re.search(r"2  failed +1/2 .* oom: trainer/0: CUDA out of memory", text)
     assert re.search(r"\n +6  missing", text)
 
 
 def test_the_mean_line_is_that_of_the_ranked_points(tmp_path: Path) -> None:
     make_point(tmp_path / "a", [0.0, 0.2, 0.4], seed=1)
     make_point(tmp_path / "b", [0.0, 0.4, 0.6], seed=2)
-    make_point(tmp_path / "c", [0.0, 0.9], seed=3, state="failed")
+    make_point(tmp_path / "c", [0.0, 0.9], seed=3, state="failed", others=("max_steps=2",))
     (curve,) = make_curves_of_groups(compared(tmp_path), "steps")
     assert len(curve.seeds) == 3
     assert curve.mean == [(0, 0.0), (1, pytest.approx(0.3)), (2, pytest.approx(0.5))]

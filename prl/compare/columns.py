@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prl.compare.points import Point
@@ -15,16 +15,17 @@ SECOND_NAMES = {"memory": "memory_recipe"}
 
 
 def swept_columns(points: list[Point]) -> list[str]:
-    """The swept keys of all points in the order given, seed last.
+    """The keys that tell points apart: those that were swept, in the order given, what else differs, the seed last.
 
-    Where no point says what was swept: group choices and then single keys, each only if it separates points that those
-    before it do not.
+    Points that agree in all columns but the seed compute the same thing but for chance: they are one group. What was
+    not swept is a column (group choices before single keys) if it separates points that those before it do not.
     """
     keys = list(dict.fromkeys(key for point in points for key in point.swept))
     known = [point for point in points if point.config]
-    if not keys and len(known) > 1:
-        keys = _differing(known)
-    return [*(key for key in keys if key != SEED), *(key for key in keys if key == SEED)]
+    columns = [key for key in keys if key != SEED]
+    columns += _differing(known, columns)
+    seeds = {value_of(point, SEED) for point in known}
+    return [*columns, *([SEED] if SEED in keys or len(seeds) > 1 else [])]
 
 
 def value_of(point: Point, key: str) -> str:
@@ -40,25 +41,42 @@ def value_of(point: Point, key: str) -> str:
     return ABSENT if node is None or isinstance(node, dict) else _plain(node)
 
 
-def _differing(points: list[Point]) -> list[str]:
-    columns: list[str] = []
-    classes: list[tuple[str, ...]] = [()] * len(points)
-    for key, read in _candidates(points):
-        values = [read(point) for point in points]
+def _differing(points: list[Point], columns: list[str]) -> list[str]:
+    """Further columns, where these leave points together that differ in more than the seed. A key that has the seed's
+    value everywhere (`${seed}`) is the seed.
+    """
+    more: list[str] = []
+    classes = [tuple(value_of(point, key) for key in columns) for point in points]
+    for key in _candidates(points):
+        values = [value_of(point, key) for point in points]
         refined = [(*known, value) for known, value in zip(classes, values, strict=True)]
-        if len(set(refined)) > len(set(classes)):
-            columns.append(key)
+        if len(set(refined)) > len(set(classes)) and any(
+            value != value_of(point, SEED) for value, point in zip(values, points, strict=True)
+        ):
+            more.append(key)
             classes = refined
-    return columns
+    return more
 
 
-def _candidates(points: list[Point]) -> Iterator[tuple[str, Callable[[Point], str]]]:
-    """Seed first, which no choice stands for; choices before keys: `memory` says more than a chunk size."""
+def choices_behind(points: list[Point], columns: list[str]) -> list[str]:
+    """Groups whose choices differ and that are no column, for the columns tell the points apart without them."""
+    known = [point for point in points if point.config]
+    return [
+        key
+        for key in _candidates(known)
+        if key in known[0].config.get("choices", {})
+        and key not in {SECOND_NAMES.get(column, column) for column in columns}
+        and len({value_of(point, key) for point in known}) > 1
+    ]
+
+
+def _candidates(points: list[Point]) -> Iterator[str]:
+    """Choices before keys: `memory` says more than a chunk size."""
     choices = sorted({group for point in points for group in point.config.get("choices", {}) if group.isprintable()})
-    keys = sorted({key for point in points for key in _flat(point.config) if key.isprintable()})
-    for key in (SEED, *choices, *keys):
-        if key == SEED or key in choices or key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES):
-            yield key, lambda point, key=key: value_of(point, key)  # type: ignore[misc]
+    yield from choices
+    for key in sorted({key for point in points for key in _flat(point.config) if key.isprintable()}):
+        if key not in choices and key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES):
+            yield key
 
 
 def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[str]:

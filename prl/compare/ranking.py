@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prl.compare.columns import ABSENT, SEED, swept_columns, value_of
+from prl.compare.columns import ABSENT, SEED, choices_behind, swept_columns, value_of
 from prl.compare.curves import AXES, HELD_OUT, TRAINING, Axis, Metric
 from prl.compare.points import Point
 from prl.compare.stats import half_width, holm, mean, welch_p
@@ -176,6 +176,8 @@ def _judge(best: Group, others: list[Group]) -> None:
 
 
 def _add_notes(result: Comparison, ranked: int, job: str) -> None:
+    if behind := choices_behind(result.points, result.columns):
+        result.notes.append(f"These points differ in other choices, too: {', '.join(behind)}.")
     if result.budget is None or result.metric is None:
         result.notes.append("No point has a value to rank by.")
         return
