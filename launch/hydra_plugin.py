@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core import plugins
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -28,7 +33,7 @@ from omegaconf import DictConfig
 
 from launch.places import telling_places
 from launch.session import Session
-from launch.submitit_nodes import MODULE, register_nodes
+from launch.submitit_nodes import MODULE, OURS, register_nodes
 from prl.config.composing import current_choices, task_overrides
 from prl.config.errors import ConfigError, PointFailedError, UserError
 
@@ -69,11 +74,40 @@ class Task:
         node = HydraConfig.get()
         settings = settings_of(node.launcher)
         if settings.mode != "slurm" and not settings.dry_run:
+            if settings.asked:
+                refuse_launcher(node.launcher, [config])
+            if settings.timeout_min is not None:
+                stop_after(settings.timeout_min)
             return False
         from launch.launching import launch_alone
 
         launch_alone(self.session, tuple(task_overrides(node)), config, settings)
         return True
+
+
+def stop_after(minutes: float) -> None:
+    """This process, which is the run: as from outside, so that it saves a checkpoint and ends."""
+
+    def stop() -> None:
+        print(f"stopped after {minutes:g} minutes", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(60 * minutes, stop)
+    timer.daemon = True
+    timer.start()
+
+
+def of_a_plugin(error: BaseException) -> UserError | None:
+    """What to tell of an error with which Hydra says that it has no such plugin; None for any other."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or frames[-1].filename != plugins.__file__:
+        return None
+    return UserError(
+        "Hydra has no such launcher or sweeper.",
+        where="hydra/launcher, hydra/sweeper",
+        why=str(error).partition("\n")[0],
+        fix="hydra/launcher=local, slurm, submitit_local or submitit_slurm; a sweeper of a package that is installed",
+    )
 
 
 def refuse_launcher(node: DictConfig, configs: Sequence[RunConfig]) -> None:
@@ -164,7 +198,7 @@ class PointLauncher(Launcher):
 
     def _remove_what_hydra_made(self) -> None:
         """Of a sweep that was refused: its record, its lock, and directories, unless there is more in them."""
-        from launch.launching import SUBMIT_LOCK
+        from launch.submitting import SUBMIT_LOCK
 
         if self.sweep_dir.is_dir() and {path.name for path in self.sweep_dir.iterdir()} <= {RECORD, SUBMIT_LOCK}:
             (self.sweep_dir / SUBMIT_LOCK).unlink(missing_ok=True)
@@ -195,8 +229,10 @@ for plugin in PLUGINS:
 def register_plugins() -> None:
     """Make all known to Hydra. Safe to call again."""
     sys.modules[MODULE] = sys.modules[__name__]
-    plugins = Plugins.instance()
-    if f"{MODULE}.{PointLauncher.__name__}" not in plugins.class_name_to_class:
+    known = Plugins.instance()
+    if f"{MODULE}.{PointLauncher.__name__}" not in known.class_name_to_class:
         for plugin in PLUGINS:
-            plugins.register(plugin)
+            known.register(plugin)
+        for theirs, ours in OURS.items():  # in nodes of people's own
+            known.class_name_to_class[theirs] = known.class_name_to_class[f"{MODULE}.{ours}"]
     register_nodes()

@@ -22,6 +22,7 @@ from launch.shapes import refuse_loopback_engines, refuse_too_large, refuse_too_
 from launch.slurm_queue import is_configured
 from launch.states import PointState, state_in, state_of, taken
 from launch.submitit_keys import refuse_contradictions
+from launch.submitting import SUBMIT_LOCK, adopt
 from launch.sweep_file import read_sweep, record_points
 from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
 from prl.config.console import one_line
@@ -36,9 +37,6 @@ from prl.runtime.process.ports import ANY_HOST, LOOPBACK
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
-
-# in the sweep's directory; held from the look at its points to the record of the last that is ours
-SUBMIT_LOCK = ".submit.lock"
 
 
 def launch_points(
@@ -187,6 +185,7 @@ def _submit(session: Session, points: list[Point], sweep_dir: Path, settings: La
     from launch.slurm import submit  # submitit and jinja2, as above
 
     with _turn(sweep_dir):
+        adopt(sweep_dir)
         queued = queued_points(sweep_dir)
         states = {point.path: state_of(point.path, queued) for point in points}
         todo = _prepare(session, points, states, sweep_dir, settings)

@@ -7,7 +7,7 @@ from typing import Any
 
 from launch.settings import LauncherSettings, read_settings
 from launch.submitit_keys import local_settings, slurm_settings
-from launch.submitit_nodes import MODULE
+from launch.submitit_nodes import MODULE, OURS
 from prl.config.errors import ConfigError, UserError
 
 READERS: dict[str, Callable[[Mapping[str, Any]], LauncherSettings]] = {  # class -> what reads its node
@@ -21,6 +21,7 @@ def settings_of(node: Mapping[str, Any]) -> LauncherSettings:
     """Of a whole node hydra.launcher, as Hydra composed it. Raises ConfigError, also for one of others."""
     target = str(node.get("_target_"))
     module, _, name = target.rpartition(".")
+    module, name = (MODULE, OURS[target]) if target in OURS else (module, name)
     if module != MODULE or name not in READERS:
         raise ConfigError(
             [

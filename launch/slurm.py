@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from launch.points import Point
 from launch.settings import LauncherSettings
 from launch.shapes import Batch, make_batches
 from launch.slurm_queue import max_array_size, run_slurm
-from launch.sweep_file import record_refusal, record_submission
+from launch.submitting import held_back, intend
+from launch.sweep_file import record_job, record_refusal, submission
 from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.runtime.directory.files import create_exclusively, replace_file
@@ -39,6 +41,11 @@ class PointExecutor(submitit.SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self.script
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        """Of the script in its own place, by which `submitting.adopt` finds it; no Ctrl-C of a terminal gets there."""
+        alone = [setsid] if (setsid := shutil.which("setsid")) else []
+        return [*alone, *super()._make_submission_command(self.place)]
 
     def submit_script(self) -> str:
         """Submit. Returns the job's id. Raises UserError with sbatch's reason."""
@@ -83,26 +90,49 @@ def submit(points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> 
     code = freeze_code(sweep_dir, points)
     jobs = []
     for batch in make_batches(points, settings, settings.max_array_size or max_array_size()):
-        script = write_script(batch, sweep_dir, code)
         try:
-            job_id = PointExecutor(folder, script).submit_script()
-        except UserError as error:
-            with contextlib.suppress(OSError, UserError):
-                record_refusal(sweep_dir, batch.points, error.what)
+            with held_back():
+                jobs.append(_submit_batch(batch, sweep_dir, code))
+        except KeyboardInterrupt:
+            _tell_interrupted(sweep_dir, jobs)
             raise
-        try:
-            record_submission(sweep_dir, job_id, script, batch.points, batch.is_array, code)
-        except (OSError, UserError):
-            _take_back(job_id)
-            raise
-        jobs.append(job_id)
-        what = f"array of {len(batch.points)} points" if batch.is_array else batch.points[0].path.name
-        print(one_line(f"job {job_id}: {what}, {batch.shape.describe()}, {script}"), flush=True)
-    print(
-        one_line(f"python -m prl.status {shlex.quote(os.path.relpath(sweep_dir))} shows what becomes of them"),
-        flush=True,
-    )
+    print(one_line(f"python -m prl.status {_shown(sweep_dir)} shows what becomes of them"), flush=True)
     return jobs
+
+
+def _submit_batch(batch: Batch, sweep_dir: Path, code: FrozenCode) -> str:
+    """One job, and its record. Returns its id."""
+    script = write_script(batch, sweep_dir, code)
+    row = submission(sweep_dir, script, batch.points, batch.is_array, code)
+    intended = intend(script, row)
+    try:
+        job_id = PointExecutor(script.parent, script).submit_script()
+    except UserError as error:
+        with contextlib.suppress(OSError, UserError):
+            record_refusal(sweep_dir, batch.points, error.what)
+        intended.unlink(missing_ok=True)
+        raise
+    try:
+        record_job(sweep_dir, {**row, "job_id": job_id})
+    except (OSError, UserError):
+        _take_back(job_id)
+        raise
+    finally:
+        intended.unlink(missing_ok=True)
+    what = f"array of {len(batch.points)} points" if batch.is_array else batch.points[0].path.name
+    print(one_line(f"job {job_id}: {what}, {batch.shape.describe()}, {script}"), flush=True)
+    return job_id
+
+
+def _tell_interrupted(sweep_dir: Path, jobs: list[str]) -> None:
+    done = "no job so far"
+    if jobs:
+        done = f"submitted so far: {', '.join(jobs)}; python -m prl.cancel {_shown(sweep_dir)} cancels them"
+    print(one_line(f"interrupted; {done}; the same command submits what is missing"), file=sys.stderr, flush=True)
+
+
+def _shown(sweep_dir: Path) -> str:
+    return shlex.quote(os.path.relpath(sweep_dir))
 
 
 def _take_back(job_id: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 
 from launch.points import Point
 from launch.settings import LauncherSettings, gpus_of_lines, read_settings, refuse_lines_of_the_plan
-from launch.submitit_nodes import SubmititSlurm
+from launch.submitit_nodes import OURS, SubmititLocal, SubmititSlurm
 from prl.config.errors import ConfigError, UserError
 from prl.config.keys import as_override
 from prl.planning.planner import make_plan
@@ -43,7 +44,7 @@ TAKES = {  # where ours takes more than a number
 def slurm_settings(node: Mapping[str, Any]) -> LauncherSettings:
     """Of the node submitit_slurm. Raises ConfigError."""
     given = _plain(node)
-    lines = [f"--{key.replace('_', '-')}={given[key]}" for key in AS_LINES if given.get(key) is not None]
+    lines = [_option(key, given[key]) for key in AS_LINES if given.get(key) is not None]
     more = {str(key): _option(str(key), value) for key, value in given["additional_parameters"].items()}
     refused = [
         told
@@ -97,9 +98,13 @@ def local_settings(node: Mapping[str, Any]) -> LauncherSettings:
 
 
 def _plain(node: Mapping[str, Any]) -> dict[str, Any]:
+    """With all keys, where somebody's own file for hydra/launcher has some."""
     found = OmegaConf.to_container(OmegaConf.create(dict(node)), resolve=True)
     assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+    target = str(found.get("_target_"))
+    kind = SubmititLocal if OURS.get(target, target).endswith("LocalLauncher") else SubmititSlurm
+    usual = {**asdict(kind()), "name": None}  # theirs refers to Hydra's
+    return {key: value for key, value in {**usual, **found}.items() if key != "_target_"}
 
 
 def _misfits(given: Mapping[str, Any]) -> list[UserError]:
@@ -145,7 +150,8 @@ def _option(key: str, value: Any) -> str:
 
 def refuse_asked(node: Mapping[str, Any], config: RunConfig) -> None:
     """As `refuse_contradictions`, of the node hydra.launcher, whatever else is wrong with it."""
-    if str(node.get("_target_")).endswith(("SubmititSlurmLauncher", "SubmititLocalLauncher")):
+    target = str(node.get("_target_"))
+    if OURS.get(target, target).endswith(tuple(OURS.values())):
         asked = LauncherSettings(asked=_shared(_plain(node))["asked"])
         placed = config.model_copy(update={"output_dir": config.output_dir or "this plan"})
         refuse_contradictions([Point((), make_plan(placed))], asked)

@@ -27,6 +27,13 @@ class SubmititLocal(LocalQueueConf):
     retry_failed: bool = False
 
 
+# their launchers' classes, which nodes written for them name -> ours
+OURS: dict[str, str] = {
+    SlurmQueueConf()._target_: "SubmititSlurmLauncher",
+    LocalQueueConf()._target_: "SubmititLocalLauncher",
+}
+
+
 def register_nodes() -> None:
     """In place of those that hydra-submitit-launcher registers. Safe to call again."""
     Plugins.instance()  # which reads all plugins, theirs among them

@@ -42,12 +42,9 @@ def record_points(sweep_dir: Path, points: Iterable[Point]) -> None:
     change_object(sweep_dir / SWEEP_FILE, add, {})
 
 
-def record_submission(
-    sweep_dir: Path, job_id: str, script: Path, points: list[Point], is_array: bool, code: FrozenCode
-) -> None:
-    """Add a job, whose element i is points[i]."""
-    row = {
-        "job_id": job_id,
+def submission(sweep_dir: Path, script: Path, points: list[Point], is_array: bool, code: FrozenCode) -> dict[str, Any]:
+    """The row of a job, whose element i is points[i], but for its id."""
+    return {
         "time": time.time(),
         "script": script.name,
         "is_array": is_array,
@@ -55,6 +52,10 @@ def record_submission(
         "code": code.path.name,
         "modules": code.modules,
     }
+
+
+def record_job(sweep_dir: Path, row: dict[str, Any]) -> None:
+    """Add a `submission` with its job_id."""
 
     def add(sweep: dict[str, Any]) -> None:
         _complete(sweep, sweep_dir)

@@ -89,9 +89,11 @@ def what_it_is(directory: Path) -> str:
 def cancel_jobs(directory: Path) -> list[str]:
     """Cancel the jobs of a sweep's points, or of the point that `directory` is. Returns them."""
     from launch.slurm_queue import live_jobs
+    from launch.submitting import adopt_if_free
     from launch.sweep_file import SWEEP_FILE, job_of_points, read_sweep
 
     is_sweep = os.path.exists(directory / SWEEP_FILE)
+    adopt_if_free(directory if is_sweep else directory.parent)
     jobs = job_of_points(read_sweep(directory if is_sweep else directory.parent))
     wanted = set(jobs.values()) if is_sweep else {job for name, job in jobs.items() if name == directory.name}
     live = sorted(live_jobs(wanted))

@@ -16,7 +16,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.hydra_plugin import Task, refuse_launcher, register_plugins
+from launch.hydra_plugin import Task, of_a_plugin, refuse_launcher, register_plugins
 from launch.session import Job, Session, point_key
 from prl.config.composing import (
     VERSION_BASE,
@@ -79,6 +79,12 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
         if show_trace:
             traceback.print_exc()
         shown = of_a_file
+    except (ImportError, RuntimeError) as error:
+        if (told := of_a_plugin(error)) is None:
+            raise
+        if show_trace:
+            traceback.print_exc()
+        shown = told
     except KeyboardInterrupt:  # while nothing runs that would have to be stopped
         sys.exit(130)
     print(with_all_others(shown, args.overrides, name, args.multirun).render(), file=sys.stderr)

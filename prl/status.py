@@ -118,8 +118,10 @@ def waiting_points(sweep_dir: Path) -> dict[str, str]:
 def silent_points(sweep_dir: Path) -> dict[str, tuple[str, str]]:
     """The same, each with its cause."""
     from launch.ends import points_without_word
+    from launch.submitting import adopt_if_free
     from launch.sweep_file import read_sweep
 
+    adopt_if_free(sweep_dir)
     return points_without_word(sweep_dir, read_sweep(sweep_dir))
 
 

@@ -17,7 +17,7 @@ from runs import environment, processes_of, rows
 from runtime_tree import wait_for
 from slurm_cluster import SMALL_RL, copy_checkout, points_of, status_of
 
-from launch.launching import SUBMIT_LOCK
+from launch.submitting import SUBMIT_LOCK
 from prl.runtime.agent import read_attempts
 from prl.runtime.directory.checkpoints import latest_valid, parts_of
 from prl.runtime.directory.files import locked

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from launch.code_copy import FrozenCode
 from launch.slurm import write_script
-from launch.sweep_file import job_of_points, read_sweep, record_points, record_submission
+from launch.sweep_file import job_of_points, read_sweep, record_job, record_points, submission
 from prl.compare.points import read_directory
 from prl.config.errors import UserError
 from prl.metrics.reader import truncate_rows
@@ -37,14 +37,14 @@ import sys
 from pathlib import Path
 import time
 from types import SimpleNamespace
-from launch.sweep_file import record_submission
+from launch.sweep_file import record_job, submission
 
 while not Path(sys.argv[3]).exists():
     time.sleep(0.001)
 sweep, first, code = Path(sys.argv[1]), int(sys.argv[2]), SimpleNamespace(path=Path("code"), modules={})
 for job in range(first, first + 25):
     point = SimpleNamespace(path=sweep / f"point-{job}")
-    record_submission(sweep, str(job), sweep / "1.sbatch", [point], False, code)
+    record_job(sweep, {**submission(sweep, sweep / "1.sbatch", [point], False, code), "job_id": str(job)})
 """
 TORN = ['{"step": 1, "ok', '{"step": 9}\n{"step', "[1, 2]\n7\n", "\x00\x00\x00", "\n\n"]
 
@@ -216,7 +216,8 @@ def test_a_record_of_a_sweep_that_lacks_parts_is_completed(tmp_path: Path, conte
     config = SimpleNamespace(swept={})
     points = [SimpleNamespace(path=tmp_path / "a", plan=SimpleNamespace(point_id="a"), config=config)]
     record_points(tmp_path, points)
-    record_submission(tmp_path, "7", tmp_path / "1.sbatch", points, True, FrozenCode(tmp_path, {}))
+    row = submission(tmp_path, tmp_path / "1.sbatch", points, True, FrozenCode(tmp_path, {}))
+    record_job(tmp_path, {**row, "job_id": "7"})
     sweep = read_sweep(tmp_path)
     assert [point["dir"] for point in sweep["points"]] == ["a"]
     assert job_of_points(sweep) == {"a": "7_0"}

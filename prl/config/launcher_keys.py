@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from hydra.core.override_parser.types import Override
+from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 from omegaconf import DictConfig, OmegaConf
 
 from prl.config.errors import UserError
@@ -33,15 +35,37 @@ def unknown_launcher_keys(lines: Iterable[str], launcher: DictConfig) -> list[Us
         launcher: the node hydra.launcher of this command without them.
     """
     known = _leaves(launcher)
+    more = _keys_of_submitits(launcher) - known.keys()
     found = []
     for override in parse(lines):
         key = override.key_or_group.removeprefix(NODE)
         if key == override.key_or_group or override.is_delete():
             continue
         is_open = isinstance(known.get(OPEN), dict) and key.startswith(f"{OPEN}.")
-        if key not in known and not is_open:
+        if key in more:
+            if not (override.is_add() or override.is_force_add()):
+                found.append(_left_out(key, override))
+        elif key not in known and not is_open:
             found.append(_unknown(key, override, known))
     return found
+
+
+def _keys_of_submitits(launcher: DictConfig) -> set[str]:
+    """All that a file of one's own for a launcher of hydra-submitit-launcher may have."""
+    for queue in (SlurmQueueConf, LocalQueueConf):
+        if launcher.get("_target_") == queue()._target_:
+            return {field.name for field in fields(queue)} | {"dry_run", "retry_failed"}
+    return set()
+
+
+def _left_out(key: str, override: Override) -> UserError:
+    typed = (override.input_line or "").partition("=")[2]
+    return UserError(
+        f"The chosen file of hydra/launcher does not have the key {key!r}.",
+        where=NODE + key,
+        why="Hydra adds keys to a file by + only",
+        fix=f"+{NODE}{key}={typed}",
+    )
 
 
 def _unknown(key: str, override: Override, known: dict[str, Any]) -> UserError:
