@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from runs import UNEVALUATED, environment, finish, rows, run, start, wait_for, wait_for_step
 
@@ -104,6 +105,32 @@ def facts(*overrides: str, **changes: object) -> dict[str, object]:
 def test_an_engine_that_fits_is_taken() -> None:
     with answering({LEASE: (200, facts())}) as url:
         assert ask(url) == []
+
+
+def test_one_engine_under_two_addresses_is_told_before_anything_starts() -> None:
+    """The grant of a lease tells it, too, of an engine that was away when the run began."""
+    with answering({LEASE: (200, facts(server="abc"))}) as url:
+        other = url.replace("127.0.0.1", "localhost")
+        with pytest.raises(UserError, match=f"{url} and {other} are the same engine"):
+            ask(f"{url},{other}")
+        with answering({LEASE: (200, facts(server="def"))}) as another:
+            assert ask(f"{url},{another}") == []
+
+
+def test_a_lease_that_two_addresses_grant_alike_is_one_engine() -> None:
+    config = compose(["inference.urls=[http://10.1.2.3:1,http://10.1.2.3:2]", ELSEWHERE[1]])
+
+    async def renewed() -> None:
+        engines = object.__new__(ExternalEngines)
+        engines.config, engines.claim, engines.answered, engines.grants = config, {}, [0.0, 0.0], ["g", None]
+        async with aiohttp.ClientSession() as session:
+            engines.pool = SimpleNamespace(urls=[first, second], session=session, control={})
+            assert await engines._renew(0) == "g"
+            await engines._renew(1)
+
+    granted = {LEASE: (200, facts(grant="g"))}
+    with answering(granted) as first, answering(granted) as second, pytest.raises(UserError, match="the same engine"):
+        asyncio.run(renewed())
 
 
 @pytest.mark.parametrize(

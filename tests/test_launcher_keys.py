@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+from hydra.core.plugins import Plugins
 from runs import environment
 
 from launch.hydra_plugin import register_plugins
@@ -119,6 +121,62 @@ def test_all_wrong_values_of_submitit_are_told_at_once():
     with pytest.raises(ConfigError) as refused:
         read("hydra/launcher=submitit_slurm", *values)
     assert {told.where for told in refused.value.violations} == {value.partition("=")[0] for value in values}
+
+
+def mine(folder, text):
+    """A file for hydra/launcher of somebody's own."""
+    (folder / "hydra/launcher").mkdir(parents=True)
+    (folder / "hydra/launcher/mine.yaml").write_text(text)
+    return "hydra/launcher=mine"
+
+
+THEIRS = "_target_: hydra_plugins.hydra_submitit_launcher.submitit_launcher"
+
+
+def test_a_file_with_submitits_own_class_is_read_as_submitits_launcher(tmp_path):
+    """The usual form in other projects: some keys, and no schema beneath."""
+    chosen = mine(tmp_path, f"{THEIRS}.SlurmLauncher\npartition: main\ntimeout_min: 30\ncomment: it's mine\n")
+    use_directories(str(tmp_path), [])
+    try:
+        settings = read(chosen)
+        assert (settings.mode, settings.slurm.partition, str(settings.slurm.time)) == ("slurm", "main", "30")
+        assert settings.slurm.job_name is None
+        (line,) = settings.slurm.sbatch
+        assert shlex.split(line) == ["--comment=it's mine"]
+        assert read(chosen, "+hydra.launcher.dry_run=true").dry_run
+        told = refusal(chosen, "hydra.launcher.dry_run=true")
+        assert told.fix == "+hydra.launcher.dry_run=true"
+        assert refusal(chosen, "+hydra.launcher.dry_runn=true").what.startswith("This launcher has no key 'dry_runn'")
+        assert (
+            Plugins.instance()
+            .instantiate_launcher.__self__.class_name_to_class[
+                "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
+            ]
+            .__name__
+            == "SubmititSlurmLauncher"
+        )
+    finally:
+        use_directories(None, [])
+
+
+def test_a_file_with_submitits_local_class_is_read_as_that(tmp_path):
+    chosen = mine(tmp_path, f"{THEIRS}.LocalLauncher\ntimeout_min: 7\n")
+    use_directories(str(tmp_path), [])
+    try:
+        settings = read(chosen)
+        assert (settings.mode, settings.timeout_min) == ("local", 7)
+    finally:
+        use_directories(None, [])
+
+
+@pytest.mark.parametrize("target", ["hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", "joblib.Launcher"])
+def test_a_launcher_that_is_not_installed_is_told_without_a_trace(tmp_path, target):
+    chosen = mine(tmp_path, f"_target_: {target}\n")
+    command = [sys.executable, "-m", "prl.sft", "-m", "--config-dir", str(tmp_path), chosen, "seed=1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert target in done.stderr
 
 
 def test_what_is_below_another_launcher_in_a_file_is_told_with_its_name(tmp_path):

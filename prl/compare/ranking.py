@@ -11,6 +11,7 @@ from prl.compare.stats import half_width, holm, mean, welch_p
 from prl.config.errors import UserError
 
 ALPHA = 0.05
+SHOWN = 3  # points of a job
 CLOSE = 0.95  # of the budget: a value from before that is worth a word
 
 
@@ -88,8 +89,13 @@ def compare(title: str, points: list[Point], axis: Axis) -> Comparison:
     """
     jobs = sorted({point.job for point in points if point.job})
     if len(jobs) > 1:
+        of_jobs = {job: [point.name for point in points if point.job == job] for job in jobs}
         raise UserError(
             f"{title} holds points of different jobs: {', '.join(jobs)}",
+            where="; ".join(
+                f"{job}: {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' * (len(names) > SHOWN)}"
+                for job, names in of_jobs.items()
+            ),
             why="a reward and a loss cannot be ranked together",
             fix="name a directory with points of one job",
         )

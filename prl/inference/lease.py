@@ -68,6 +68,7 @@ class Lease:
     ) -> None:
         assert source.leased, "a server with a trainer has no lease to give"
         self.facts, self.source, self.resume, self.clock = model_facts(config), source, resume, clock
+        self.server = secrets.token_hex(8)  # tells engines apart, whatever addresses they are reached by
         self.grant = ""  # names the lease since it was taken: another one after a restart, and after it had run out
         self.claim: Claim | None = None
         self.until = 0.0
@@ -85,7 +86,7 @@ class Lease:
         if (held := self.holder) is not None:
             left_s = self.until - self.clock()
             lease = {"run": held.run, "host": held.host, "renewals": self.renewals, "expires_in_s": left_s}
-        return {**self.facts, "lease": lease}
+        return {**self.facts, "server": self.server, "lease": lease}
 
     async def answer(self, method: str, run: str | None, body: Any) -> tuple[int, dict[str, Any]]:
         """Status and body of a request to /lease. Raises ValueError for a body that is none."""

@@ -28,6 +28,7 @@ from prl.runtime.external import (
     keys_of,
     none_answers,
     read_answer,
+    same_engine,
 )
 from prl.runtime.process.child import ChildContext
 from prl.runtime.process.keys import RunKeys
@@ -205,7 +206,11 @@ class ExternalEngines:
             raise held_by_other(url, answer["lease"] or {})
         check_facts(url, answer, self.config)
         self.answered[index] = time.monotonic()
-        return str(answer["grant"])
+        grant = str(answer["grant"])
+        for other, granted in enumerate(self.grants):
+            if other != index and granted == grant:
+                raise same_engine(url, self.pool.urls[other])
+        return grant
 
     async def release(self) -> None:
         """Give all engines up, unpaused."""

@@ -76,10 +76,11 @@ def read_answer(url: str, status: int, text: str, inference: InferenceConfig) ->
         raise UserError(
             f"{url} does not take the control key.",
             where=f"inference.control_key_var={inference.control_key_var}",
-            why="the variable holds another one, or the server makes its own each time it is started",
+            why="the variable holds another one, the server makes its own each time it is started, or it is a router, "
+            "which has none: weights do not get through it",
             fix=f"start the server with inference.control_key_var={inference.control_key_var} and the same value; or "
             f"export {inference.control_key_var}=$(cat RUN/control_key), of a server that was started without and "
-            "keeps its own there",
+            "keeps its own there; of a router the addresses of the engines behind it",
         )
     if status not in (200, 409) or not isinstance(answer, dict) or "lease" not in answer:
         raise _no_engine_of_ours(url, status, inference)
@@ -210,6 +211,15 @@ def held_by_other(url: str, lease: dict[str, Any]) -> UserError:
     )
 
 
+def same_engine(url: str, other: str) -> UserError:
+    return UserError(
+        f"{other} and {url} are the same engine.",
+        where="inference.urls",
+        why="a run would pause it, and bring it each version, twice",
+        fix="one address for each engine",
+    )
+
+
 def none_answers(inference: InferenceConfig, after_s: float | None = None, is_silent: bool = False) -> AwayError:
     """All are away: from the start (None), or for so long. `is_silent`: some take connections."""
     urls = ", ".join(inference.urls)
@@ -247,6 +257,7 @@ def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], s
     deadline, told = time.monotonic() + config.deployment.start_timeout_s, set[str]()
     waiting, found, renewals = list(inference.urls), 0, dict[str, int]()
     away: list[str] = []
+    servers: dict[str, str] = {}
     is_silent = False
 
     def tell(text: str) -> None:
@@ -261,6 +272,8 @@ def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], s
                 return
             if isinstance(state, dict):
                 check_facts(url, state, config)
+                if (other := servers.setdefault(state.get("server", url), url)) != url:
+                    raise same_engine(url, other)
                 lease = state.get("lease")
                 if lease is not None and lease["run"] != run_id:
                     if renewals.setdefault(url, lease["renewals"]) != lease["renewals"]:
