@@ -52,7 +52,9 @@ def refusal(overrides: list[str], job: str = "rl") -> UserError:
     ("text", "what", "fix"),
     [
         ("seed: 5\n", "puts its keys under `overlay.`", FIRST_LINE),
-        ("", "puts its keys under `overlay.`", FIRST_LINE),
+        ("", "is empty", "write keys into it"),
+        ("# seed: 5\n", "is empty", "write keys into it"),
+        (f"\ufeff{HEADER}seed: 5\n", "puts its keys under `overlay.`", "without that mark: sed -i"),
         (f"# what this is for\n{HEADER}seed: 5\n", "puts its keys under `overlay.`", FIRST_LINE),
         ("# @pakage _global_\nseed: 5\n", "puts its keys under `overlay.`", FIRST_LINE),
         ("# @package _global\nseed: 5\n", "puts its keys under `_global.`", FIRST_LINE),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from prl.config.own_keys import unknown_keys
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE
 
+BYTE_ORDER_MARK = "\ufeff"
 GLOBAL = "# @package _global_"
 HEADER_CHARACTERS = 512  # that Hydra looks at for a header
 SAMPLE = "the lines `key: value`, for instance `seed: 1`"
@@ -212,7 +214,7 @@ def _of_file(file: OwnFile, job: Job, choosing: tuple[Path, ...]) -> Iterator[Us
         held = "a list" if isinstance(content, list) else f"nothing but {content!r}"
         yield file.wrong("is no configuration.", f"it holds {held}, and no keys with values", SAMPLE)
         return
-    yield from _of_header(file, text)
+    yield from _of_header(file, text, content is None)
     yield from _of_keys(file, text)
     content = content or {}
     yield from _of_values(file, content)
@@ -230,7 +232,7 @@ def _of_file(file: OwnFile, job: Job, choosing: tuple[Path, ...]) -> Iterator[Us
 # --- where its keys go ------------------------------------------------------------------------------------------------
 
 
-def _of_header(file: OwnFile, text: str) -> Iterator[UserError]:
+def _of_header(file: OwnFile, text: str, is_empty: bool) -> Iterator[UserError]:
     try:
         header = ConfigSource._get_header_dict(text[:HEADER_CHARACTERS])
     except ValueError as error:
@@ -240,13 +242,19 @@ def _of_header(file: OwnFile, text: str) -> Iterator[UserError]:
     if package in ("_global_", "_group_") or package.split(".")[0] in _top_level():
         return
     number, written = _header_in(text)
-    if header["package"] is not None:
+    fix = f"write `{GLOBAL}` as its first line"
+    if is_empty:
+        yield file.wrong("is empty.", "choosing it changes nothing", "write keys into it, or do not choose it")
+        return
+    if text.startswith(BYTE_ORDER_MARK):
+        why = "it begins with a byte order mark, behind which Hydra sees no header"
+        fix = f"save it as UTF-8 without that mark: sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(file.path))}"
+    elif header["package"] is not None:
         why = f"its header says so: `{written}`"
     elif written:
         why = f"line {number} says `{written}`, and Hydra reads a header only before all else and spelled as below"
     else:
         why = f"without a header they land at the name of their group: seed is {package}.seed"
-    fix = f"write `{GLOBAL}` as its first line"
     yield file.wrong(f"puts its keys under `{package}.`, where nothing reads them.", why, fix, number)
 
 
