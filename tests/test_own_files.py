@@ -258,3 +258,18 @@ def test_options_may_stand_among_overrides(monkeypatch):
         True,
     )
     assert sys.argv == ["rl.py", "seed=1", "max_steps=2", "--config-dir", "here", "-m", "-cn", "sft"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ('hydra.launcher.setup=[echo "hi" && export A="b"]', 'hydra.launcher.setup=[\'echo "hi" && export A="b"\']'),
+        ("slurm.setup=[it's, module load x]", 'slurm.setup=["it\'s","module load x"]'),
+        ("name=it's", 'name="it\'s"'),
+    ],
+)
+def test_quotation_marks_within_words_are_told_with_what_to_type(typed: str, meant: str) -> None:
+    with pytest.raises(UserError, match="Cannot read the override") as refused:
+        parse([typed])
+    assert shlex.split(refused.value.fix) == [meant]
+    parse([meant])

@@ -68,13 +68,22 @@ def _quoted(line: str) -> str | None:
     inner = value[1:] if value[:1] in "\"'" and value.count(value[0]) == 1 else value  # opened, never closed
     if not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or not equals or not re.search("[\"']", value):
         return None
-    mark = "'" if '"' in inner else '"'
-    text = inner.replace("\\", "\\\\").replace(mark, f"\\{mark}")
+    if inner.startswith("[") and inner.endswith("]"):
+        line = f"{key}=[{','.join(_marked(part.strip()) for part in inner[1:-1].split(','))}]"
+    else:
+        line = f"{key}={_marked(inner)}"
     try:
-        OverridesParser.create().parse_override(f"{key}={mark}{text}{mark}")
+        OverridesParser.create().parse_override(line)
     except HydraException:
         return None
-    return shlex.quote(f"{key}={mark}{text}{mark}")
+    return shlex.quote(line)
+
+
+def _marked(text: str) -> str:
+    """In quotation marks of Hydra's grammar."""
+    mark = "'" if '"' in text else '"'
+    text = text.replace("\\", "\\\\").replace(mark, f"\\{mark}")
+    return f"{mark}{text}{mark}"
 
 
 def choices_of(override: Override) -> list[str]:

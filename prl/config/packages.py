@@ -34,9 +34,11 @@ def _extra(extra: str) -> str:
     return f'pip install -e ".[{extra}]"'
 
 
+# it asks for mlx5dv.h of rdma-core (Debian: libibverbs-dev), and its C++ for headers that CUDA 13 has in include/cccl
 DEEP_EP_BUILD = (
-    "pip install nvidia-nvshmem-cu13 && "
-    "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
+    "pip install nvidia-nvshmem-cu13 && CPATH=$CUDA_HOME/include/cccl "
+    "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1 (with rdma-core's headers: "
+    "apt-get install libibverbs-dev)"
 )
 TORCHVISION_AND_CO = ("torchvision", "torchaudio", "torchcodec")  # no build of the index matches a CPU build of torch
 
