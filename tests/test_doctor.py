@@ -78,7 +78,7 @@ VERDICTS = {  # facts, overrides -> what prevents the job; of one finding: its n
     ),
     "kernels asked for": (
         TWO_GPUS, [*DEEPEP, TURNS], ["DeepEP"],
-        ("DeepEP", "absent", "not installed", "nvidia-nvshmem-cu13 && pip install"),
+        ("DeepEP", "absent", "not installed", "nvidia-nvshmem-cu13 && CPATH"),
     ),
     "kernels that do not import": (
         replace(TWO_GPUS, packages={**BASE, **KEPT}), [*DEEPEP, TURNS], ["DeepEP"],
