@@ -73,11 +73,12 @@ def adopt(sweep_dir: Path) -> None:
     if not places:
         return
     listing = run_slurm("squeue", "--noheader", "--me", "--format=%F %o") or ""
-    jobs = {script: job for job, _, script in (line.strip().partition(" ") for line in listing.splitlines())}
+    rows = (line.strip().partition(" ") for line in listing.splitlines())
+    jobs = {os.path.realpath(script): job for job, _, script in rows}
     known = {submission["job_id"] for submission in read_sweep(sweep_dir)["submissions"]}
     for place in places:
         row, script = read_object(place), place.with_suffix(".sbatch")
-        job = jobs.get(str(script))
+        job = jobs.get(os.path.realpath(script))
         if job is not None and job not in known and row is not None:
             record_job(sweep_dir, {**row, "job_id": job})
             print(one_line(f"job {job} was submitted by a command that was killed: {script}"), file=sys.stderr)

@@ -80,13 +80,15 @@ def test_ctrl_c_takes_effect_once_the_job_is_recorded(cluster: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [adopt, adopt_if_free])
-def test_the_job_of_a_killed_command_is_found_by_its_script(cluster: Path, how) -> None:
+def test_the_job_of_a_killed_command_is_found_by_its_script(cluster: Path, monkeypatch, how) -> None:
     assert interrupted(cluster, signal.SIGKILL).returncode == -signal.SIGKILL
     sweep = cluster / "sweep"
     (sweep / SUBMIT_LOCK).touch()
     assert job_of_points(read_sweep(sweep)) == {}
-    for _ in range(2):
-        how(sweep)
+    os.symlink(sweep, cluster / "link")
+    monkeypatch.chdir(cluster)
+    for place in (Path("link"), sweep):  # as somebody types it, from wherever
+        how(place)
         assert job_of_points(read_sweep(sweep)) == {"p": "1"}
     assert len(read_sweep(sweep)["submissions"]) == 1
 
