@@ -26,7 +26,7 @@ def train(kind, steps=range(STEPS), state=None, params=None, **options):
 
 
 def assert_moved_alike(one, other, share=0.05):
-    """Their movement agrees but for bfloat16: a step's products are rounded to 8 bits."""
+    """Their movement agrees but for bfloat16, to which torch's rounds a step's products."""
     for shape, begun, a, b in zip(SHAPES, weights(), one, other, strict=True):
         error = (a.detach() - b.detach()).norm() / (a.detach() - begun).norm()
         assert error < share, (shape, float(error))
@@ -71,7 +71,7 @@ def test_three_stacks_are_in_memory_at_a_time(monkeypatch):
 
     def counted(stack):
         nonlocal most
-        held = [s for s in gc.get_objects() if isinstance(s, Stack) and hasattr(s, "buffer")]
+        held = [s for s in gc.get_objects() if type(s) is Stack and hasattr(s, "buffer")]
         most = max(most, len(held))
         apply(stack)
 
@@ -90,7 +90,7 @@ def ranks(request, tmp_path_factory):
 def test_ranks_step_as_one_process(ranks):
     alone, _ = train(Muon)
     for key, (params, _) in ranks[0].items():
-        assert_moved_alike(params, alone)
+        assert_moved_alike(params, alone, share=1e-5)
         for other in ranks[1:]:
             assert all(torch.equal(a, b) for a, b in zip(params, other[key][0], strict=True)), key
 

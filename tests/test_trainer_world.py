@@ -62,8 +62,7 @@ def together(model_path, tmp_path_factory):
 
 
 def assert_same(one, other, optimizer):
-    """Muon orthogonalises in bfloat16, whose rounding depends on the sharding: there the weights agree to 3% of their
-    movement since the first step, elsewhere to float32 rounding."""
+    """To float32 rounding; of Muon's weights their movement since the first step, to a thousandth."""
     torch.testing.assert_close(torch.tensor(one["history"]), torch.tensor(other["history"]), rtol=1e-3, atol=1e-5)
     initial = dict(hf_tensors(random_model(moe_card(), std=0.1)))
     assert one["weights"].keys() == other["weights"].keys() == initial.keys()
@@ -71,7 +70,7 @@ def assert_same(one, other, optimizer):
         if optimizer == "muon":
             error = (weight - other["weights"][name]).norm() / (weight - initial[name]).norm()
             # a router's gradient has a null direction (its rows sum to zero), in which rounding is all there is to see
-            assert error < (0.5 if name.endswith("mlp.gate.weight") else 0.03), (name, error)
+            assert error < (0.5 if name.endswith("mlp.gate.weight") else 1e-3), (name, error)
         else:
             torch.testing.assert_close(weight, other["weights"][name], rtol=1e-4, atol=2e-5, msg=name)
 

@@ -38,7 +38,7 @@ def jobs(tmp_path_factory):
         card = moe_card(num_experts=EXPERTS, moe_intermediate_size=SIZES[size])
         save_checkpoint(hf_tensors(random_model(card, std=0.1)), path, card)
         fields = {"experts": EXPERTS, "moe_size": SIZES[size], "optim": OPTIMS[optim], "overrides": overrides}
-        made[name] = Job(str(path), steps=1 if optim == "muon" else 2, **fields)  # its iteration is in bfloat16
+        made[name] = Job(str(path), steps=2, **fields)
     return made
 
 
@@ -68,10 +68,9 @@ def test_a_rank_holds_as_many_bytes_as_the_plan_says(six, name):
 def test_six_ranks_in_expert_groups_of_two_train_as_one_process_does(alone, six, name):
     torch.testing.assert_close(six[name]["history"], alone[name]["history"], rtol=1e-4, atol=1e-5)
     assert six[name]["weights"].keys() == alone[name]["weights"].keys()
-    atol = 5e-4 if "muon" in name else 2e-4  # of a step of 2e-3 in bfloat16
     for key, weight in six[name]["weights"].items():
         torch.testing.assert_close(
-            weight, alone[name]["weights"][key], rtol=1e-3, atol=atol, msg=lambda m, k=key: f"{k}: {m}"
+            weight, alone[name]["weights"][key], rtol=1e-3, atol=2e-4, msg=lambda m, k=key: f"{k}: {m}"
         )
 
 

@@ -2,8 +2,9 @@
 
 `torch.optim.Muon` under FSDP gathers a matrix on every rank for each of its products. Here each rank sends its rows of
 a matrix to the rank that owns it in this step, which orthogonalises all that it owns of one shape in batched products
-and sends the rows of the update back: two all-to-alls in bfloat16, 4 bytes a number, and no product twice (as in Dion,
-arXiv:2504.05295, and in Moonlight's distributed form). While one stack is orthogonalised the next arrives.
+and sends the rows of the update back: two all-to-alls, and no product twice (as in Dion, arXiv:2504.05295, and in
+Moonlight's distributed form). While one stack is orthogonalised the next arrives. What travels and is multiplied is
+bfloat16 on GPUs, 4 bytes a number, and float32 on CPUs, where all layouts then train alike.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from prl.models.sharding import local_part
 
-STACK_BYTES = 256 << 20  # of bfloat16 matrices that a rank holds whole at a time; a larger matrix is a stack of its own
+STACK_BYTES = 256 << 20  # of matrices that a rank holds whole at a time; a larger matrix is a stack of its own
 
 
 class Muon(torch.optim.Muon):
@@ -61,7 +62,8 @@ class Muon(torch.optim.Muon):
                 work = load.setdefault(ranks, [0.0] * world)
                 # rows to the full: what a rank lacks of its last rows is sent as zeros, which change no product
                 rows = -(-shape[0] // world)
-                each = max(1, STACK_BYTES // (2 * world * rows * shape[1])) * world
+                nbytes = precision(params[0].device).itemsize * world * rows * shape[1]
+                each = max(1, STACK_BYTES // nbytes) * world
                 for first in range(0, len(params), each):
                     some = params[first : first + each]
                     owned = [0] * world
@@ -110,7 +112,7 @@ class Stack:
     owned: list[int]
     rows: int
     here: list[Tensor] = field(init=False)  # this rank's rows, where the update is added
-    buffer: Tensor = field(init=False)  # what was sent, or came: bfloat16
+    buffer: Tensor = field(init=False)  # what was sent, or came
     travel: dist.Work | None = None
 
     def send(self) -> None:
@@ -122,7 +124,7 @@ class Stack:
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         updates = torch._foreach_lerp(gradients, momenta, momentum) if self.group["nesterov"] else momenta
         held = self.here[0].shape[0]
-        staged = self.here[0].new_empty(len(self.params), self.rows, width, dtype=torch.bfloat16)
+        staged = self.here[0].new_empty(len(self.params), self.rows, width, dtype=precision(self.here[0].device))
         torch._foreach_copy_(list(staged[:, :held].unbind()), list(updates))
         staged[:, held:].zero_()
         self.buffer = staged
@@ -161,6 +163,11 @@ class Stack:
         torch._foreach_add_(self.here, updates, alpha=-adjusted(lr, self.group["adjust_lr_fn"], self.params[0].shape))
 
 
+def precision(device: torch.device) -> torch.dtype:
+    """Of the products. Their rounding in bfloat16 is a hundredth of an update, and differs between layouts."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _wait(travel: dist.Work | None) -> None:
     if travel is not None:
         travel.wait()
@@ -179,7 +186,7 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
     """About U V^T of each matrix U S V^T, by a quintic iteration that brings singular values near 1 (Jordan et al.,
     https://kellerjordan.github.io/posts/muon/).
 
-    matrices [k, M, N], bfloat16, overwritten or returned. Products are taken on the shorter side.
+    matrices [k, M, N], overwritten or returned. Products are taken on the shorter side.
     """
     if matrices.numel() == 0:
         return matrices
