@@ -19,7 +19,7 @@ from prl.runtime.directory.files import read_object, why_no_object
 from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
 from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run
-from prl.status import ALONE, IDLE, cause_of, last_rows, role_state, silent_points, true_state
+from prl.status import ALONE, cause_of, doing_of, last_rows, role_state, silent_points, state_in, true_state
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
@@ -56,9 +56,9 @@ class Run:
         """What `prl.status` says of it."""
         config, status = self.config(), read_status(self.path)
         why = cause_of(self.path, status)
-        state = true_state(self.path, status) if os.path.exists(status_path(self.path)) or why else "not started"
-        if state in (*IDLE, "not started"):
-            state, _ = waiting.get(Path(self.name).name, waiting.get(ALONE, (state, "")))
+        state = own = true_state(self.path, status) if os.path.exists(status_path(self.path)) or why else "not started"
+        point = ALONE if ALONE in waiting else Path(self.name).name
+        state, told = waiting.get(point, (own, "")) if own == "not started" else state_in(waiting, point, own)
         if state == "done" and why:  # as prl.compare has it: only a file that cannot be read is a cause here
             state = UNREADABLE
         failure = status.get("failure") or {}
@@ -68,11 +68,12 @@ class Run:
             "name": self.name,
             "sweep": str(Path(self.name).parent),
             "state": state,
-            "why": why,
+            "why": "; ".join(filter(None, [told, why])),
+            "doing": doing_of(self.path, status, state),
             "log_tail": failure.get("log_tail", []),
             "alarms": status.get("alarms") or [],
             "lost_engines": status.get("lost_engines") or {},
-            "roles": {name: role_state(role, state) for name, role in (status.get("roles") or {}).items()},
+            "roles": {name: role_state(role, own) for name, role in (status.get("roles") or {}).items()},
             "step": status.get("step", 0),
             "max_steps": config.get("max_steps"),
             "attempt": status.get("attempt"),
@@ -139,6 +140,10 @@ class Store:
         records = [self.root / sweep / SWEEP_FILE for sweep in waiting]
         damaged = [why for path in records if os.path.lexists(path) and (why := why_no_object(path))]
         return {"root": str(self.root), "runs": sorted(rows, key=lambda row: row["name"]), "faults": damaged}
+
+    def state_of(self, run: Run) -> dict[str, Any]:
+        """As the overview has it."""
+        return run.state(self._waiting(str(Path(run.name).parent)))
 
     def _waiting(self, sweep: str) -> dict[str, tuple[str, str]]:
         directory = self.root / sweep
