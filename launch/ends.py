@@ -24,9 +24,9 @@ def points_without_word(sweep_dir: Path, sweep: dict[str, Any]) -> dict[str, tup
     """Points of a sweep's record of which SLURM knows more than they tell of themselves, by name: state and why.
 
     "queued" while SLURM has a job for them that waits, or has not told of itself yet; "suspended"; "starting" where the
-    job of a point that had ended runs again; while its job has not ended, and SLURM may start it again, the state in
-    which the point ended, "lost" for one that has not told it (its lock says whether it lives). If they never started "missing" (their job has ended), "refused" (sbatch did not take it), "planned",
-    or "unreadable".
+    job of a point that had ended runs again. While its job has not ended, and SLURM may start it again, the state in
+    which the point ended, or "lost" for one that has not told its end (its lock says whether it lives). If they never
+    started "missing" (their job has ended), "refused" (sbatch did not take it), "planned", or "unreadable".
     """
     jobs, refused = job_of_points(sweep), refused_points(sweep)
     try:
