@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
 LOOK_S = 2.0  # between two looks for new runs
+LOOK_SHARE = 0.05  # of the time, at most, goes into them
+WAIT_S = 0.2  # a look that took longer goes on beside those who ask; they see what was found before
 QUEUE_S = 10.0  # between two questions to SLURM
 
 
@@ -91,21 +94,33 @@ class Store:
         self.root = root
         self.runs: dict[str, Run] = {}
         self.lock = threading.Lock()
-        self.looked_s = -LOOK_S
+        self.looked_s, self.took_s = -math.inf, 0.0
+        self.looking: threading.Thread | None = None
         # sweep -> (when asked, point -> state and cause)
         self.waiting: dict[str, tuple[float, dict[str, tuple[str, str]]]] = {}
 
     def look(self) -> None:
-        """Find runs that were not there before, and forget those that are gone."""
+        """Find runs that were not there before, and forget those that are gone: now and then, however often it is
+        called, and in a thread of its own where that takes long.
+        """
         with self.lock:
-            if time.monotonic() - self.looked_s < LOOK_S:
+            is_fresh = time.monotonic() - self.looked_s < max(LOOK_S, self.took_s / LOOK_SHARE)
+            if is_fresh or (self.looking is not None and self.looking.is_alive()):
                 return
-            alone = holds_run(self.root)
-            with contextlib.suppress(OSError):  # a directory that went away while it was read: the next look
-                paths = [self.root] if alone else find_runs(self.root)
-                names = {"." if path == self.root else path.relative_to(self.root).as_posix(): path for path in paths}
-                self.runs = {name: self.runs.get(name) or Run(name, path) for name, path in names.items()}
-            self.looked_s = time.monotonic()
+            if self.took_s > WAIT_S:
+                self.looking = threading.Thread(target=self._look, daemon=True)
+                self.looking.start()
+            else:
+                self._look()
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):  # a directory that went away while it was read: the next look
+            paths = [self.root] if holds_run(self.root) else find_runs(self.root)
+            names = {"." if path == self.root else path.relative_to(self.root).as_posix(): path for path in paths}
+            self.runs = {name: self.runs.get(name) or Run(name, path) for name, path in names.items()}
+        self.looked_s = time.monotonic()
+        self.took_s = self.looked_s - began
 
     def run(self, name: str) -> Run:
         """Raises LookupError for one that is not there."""
