@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prl.compare.columns import SEED
 from prl.compare.curves import is_number
 from prl.compare.points import SWEEP_FILE, find_runs
 from prl.compare.stats import half_width, mean
@@ -21,6 +20,7 @@ from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
 from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run
 from prl.status import ALONE, cause_of, doing_of, last_rows, role_state, silent_points, state_in, true_state
+from prl.watch.groups import groups_of
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
@@ -96,6 +96,8 @@ class Store:
         self.lock = threading.Lock()
         self.looked_s, self.took_s = -math.inf, 0.0
         self.looking: threading.Thread | None = None
+        # sweep -> (its runs, and whether they have a plan; run -> curve and seed)
+        self.grouped: dict[str, tuple[frozenset[tuple[str, bool]], dict[str, tuple[str, str]]]] = {}
         # sweep -> (when asked, point -> state and cause)
         self.waiting: dict[str, tuple[float, dict[str, tuple[str, str]]]] = {}
 
@@ -178,25 +180,34 @@ class Store:
         self.look()
         runs = [run for run in list(self.runs.values()) if str(Path(run.name).parent) == sweep]
         damaged = {run.name: why for run in runs if (why := "; ".join(find_faults(run.path)))}
-        groups: dict[str, list[Run]] = {}
-        for run in runs:
-            if run.name in damaged:
-                continue
+        drawn = [run for run in runs if run.name not in damaged]
+        for run in drawn:
             with run.lock:
                 run.series.poll()
-            swept = run.config().get("swept") or {}
-            label = " ".join(f"{key}={value}" for key, value in swept.items() if key != SEED) or "all seeds"
-            groups.setdefault(label, []).append(run)
+        groups: dict[str, dict[str, list[Run]]] = {}
+        told = self._groups(sweep, drawn)
+        for run in drawn:
+            label, seed = told[run.name]
+            groups.setdefault(label, {}).setdefault(seed, []).append(run)
         charts = []
         for title, keys in CHARTS.items():
             for role, key in keys:
-                lines = [{"name": label, **_over_seeds(several, role, key)} for label, several in groups.items()]
+                lines = [
+                    {"name": label, **_over_seeds([*seeds.values()], role, key)} for label, seeds in groups.items()
+                ]
                 lines = [line for line in lines if line["points"]]
                 if lines:
                     is_first = (role, key) == keys[0]
                     charts.append({"title": title if is_first else f"{title}: {role} {key}", "lines": lines})
         faults = [f"{Path(name).name} is not drawn: {why}" for name, why in sorted(damaged.items())]
         return {"sweep": sweep, "charts": charts, "faults": faults}
+
+    def _groups(self, sweep: str, runs: list[Run]) -> dict[str, tuple[str, str]]:
+        """Of `groups_of`, which reads plans: they never change once they are there."""
+        key = frozenset((run.name, bool(run.config())) for run in runs)
+        if self.grouped.get(sweep, (None, {}))[0] != key:
+            self.grouped[sweep] = key, groups_of({run.name: run.path for run in runs})
+        return self.grouped[sweep][1]
 
     def common_tasks(self, one: str, other: str) -> list[dict[str, Any]]:
         """Held-out tasks that both points kept, each with the newest rollouts of both."""
@@ -216,12 +227,15 @@ class Store:
         return found
 
 
-def _over_seeds(runs: list[Run], role: str, key: str) -> dict[str, Any]:
-    """Points (step, mean, half of the interval or None, seeds): at each step, of the seeds that have reached it."""
-    series = [run.series.values.get((role, key), {}) for run in runs]
-    steps = thin([(step, None) for step in sorted(set().union(*series))])
+def _over_seeds(seeds: list[list[Run]], role: str, key: str) -> dict[str, Any]:
+    """Points (step, mean, half of the interval or None, seeds): at each step, of the seeds that have reached it. Runs
+    that repeat a seed say nothing new of how far seeds differ, and count by their mean.
+    """
+    series = [[run.series.values.get((role, key), {}) for run in runs] for runs in seeds]
+    steps = thin([(step, None) for step in sorted({step for runs in series for values in runs for step in values})])
     points = []
     for step, _ in steps:
-        values = [values[step] for values in series if step in values]
+        reached = [[values[step] for values in runs if step in values] for runs in series]
+        values = [mean(of_seed) for of_seed in reached if of_seed]
         points.append((step, mean(values), half_width(values), len(values)))
     return {"points": points}
