@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.slurm_queue import how_jobs_ended, live_jobs
+from launch.slurm_queue import QueuedJob, how_jobs_ended, queued_jobs
 from launch.sweep_file import job_of_points, refused_points
 from prl.config.console import one_line
 from prl.config.errors import UserError
-from prl.runtime.directory.status_file import status_path
+from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
 from prl.runtime.people.faults import UNREADABLE, find_faults
 from prl.runtime.process.failures import log_tail
 
@@ -21,22 +21,26 @@ NO_WORD = "its job is gone without a last word"
 
 
 def points_without_word(sweep_dir: Path, sweep: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Points of a sweep's record that do not tell of themselves, by name: state and why. "queued" while SLURM has a job
-    for them that has not told of itself yet; if they never started "missing" (their job has ended), "refused" (sbatch
-    did not take it), "planned", or "unreadable".
+    """Points of a sweep's record of which SLURM knows more than they tell of themselves, by name: state and why.
+
+    "queued" while SLURM has a job for them that waits, or has not told of itself yet; "suspended"; "starting" where the
+    job of a point that had ended runs again. While its job has not ended, and SLURM may start it again, the state in
+    which the point ended, or "lost" for one that has not told its end (its lock says whether it lives). If they never
+    started "missing" (their job has ended), "refused" (sbatch did not take it), "planned", or "unreadable".
     """
     jobs, refused = job_of_points(sweep), refused_points(sweep)
     try:
-        live = live_jobs(set(jobs.values()))
+        live = queued_jobs(set(jobs.values()))
     except UserError:  # no SLURM here: the record is all there is
         live = {}
-    found, gone = {}, {}
+    found: dict[str, tuple[str, str]] = {}
+    gone: dict[str, str] = {}
     for point in sweep["points"]:
         name = point["dir"]
         has_begun, job = os.path.exists(status_path(sweep_dir / name)), jobs.get(name, "")
-        state = live.get(job)
-        if state == "PENDING" or (state is not None and not has_begun):
-            found[name] = ("queued", "")
+        if job in live:
+            if told := _of_live_job(job, live[job], sweep_dir / name if has_begun else None):
+                found[name] = told
         elif not has_begun and name in refused:
             found[name] = ("refused", refused[name])
         elif not has_begun and job:
@@ -49,6 +53,29 @@ def points_without_word(sweep_dir: Path, sweep: dict[str, Any]) -> dict[str, tup
         if faults := find_faults(sweep_dir / name):
             found[name] = (UNREADABLE, "; ".join(faults))
     return found
+
+
+def _of_live_job(job: str, queued: QueuedJob, begun: Path | None) -> tuple[str, str] | None:
+    """State and why of its point; None where what that tells is enough. `begun`: its directory, if it has begun."""
+    if queued.state == "PENDING":
+        return "queued", _why_it_waits(job, queued.reason)
+    if queued.state == "SUSPENDED":
+        return "suspended", f"job {job} is suspended: scontrol resume {job} lets it go on"
+    if begun is None:
+        return "queued", ""
+    status = read_status(begun)
+    if not status or status["state"] == "done":
+        return None
+    if queued.state != "COMPLETING" and queued.began is not None and queued.began > status["updated"]:
+        return "starting", f"job {job} runs again"
+    return status["state"] if status["state"] in FINAL_STATES else "lost", f"job {job} has not ended yet"
+
+
+def _why_it_waits(job: str, reason: str) -> str:
+    if "held" in reason.lower():
+        lets_go = "an administrator lets it go" if "admin" in reason.lower() else f"scontrol release {job} lets it go"
+        return f"job {job} is held ({reason}): {lets_go}"
+    return f"job {job} waits: {reason}" if reason else ""
 
 
 def why_gone(sweep_dir: Path, jobs: Collection[str]) -> dict[str, str]:

@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
 
 from prl.config.errors import UserError
 
@@ -35,6 +37,39 @@ def _ask(parents: set[str]) -> list[tuple[str, str]]:
     listing = run_slurm("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(sorted(parents))}")
     pairs = [line.split() for line in (listing or "").splitlines()]
     return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """One that waits or runs. `reason`: SLURM's word for why it waits, or "". `began`: when it was started last, Unix
+    seconds, or None.
+    """
+
+    state: str
+    reason: str = ""
+    began: float | None = None
+
+
+def queued_jobs(jobs: Collection[str]) -> dict[str, QueuedJob]:
+    """As `live_jobs`, with all that the queue says of them."""
+    parents = {job.partition("_")[0] for job in jobs}
+    if not parents:
+        return {}
+    asked = ("--noheader", "--array", "--format=%i|%T|%S|%r", f"--jobs={','.join(sorted(parents))}")
+    found = {}
+    for line in (run_slurm("squeue", *asked) or "").splitlines():
+        job, state, began, reason = (*line.strip().split("|", 3), "", "", "")[:4]
+        if job in jobs:
+            found[job] = QueuedJob(state, "" if reason == "None" else reason, _unix(began))
+    return found
+
+
+def _unix(time: str) -> float | None:
+    """Of what SLURM writes of a time: none (N/A), or in a form of the user's own (SLURM_TIME_FORMAT)."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return None
 
 
 def how_jobs_ended(jobs: Collection[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from prl.runtime.process.failures import how_points_go_on, some_names, waits_for
 HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "updated", "why")
 WHY_WIDTH = 80
 FOLLOW_S = 2.0
-ALIVE = ("starting", "running", "stopping", "queued")
+ALIVE = ("starting", "running", "stopping", "queued", "suspended")
 IDLE = (*FINAL_STATES, "lost")
 ALONE = "."  # how the record of a job that is no part of a sweep names its run
 
@@ -66,25 +67,26 @@ def show(directory: Path, follow: bool) -> None:
 def render(directory: Path) -> tuple[str, bool]:
     """One run in full or a table of runs (nothing, if there is none), and whether any of them runs or waits."""
     if has_told(directory):
-        state = state_alone(directory)
-        return render_run(directory, state), state in ALIVE
+        state, told = state_alone(directory)
+        return render_run(directory, state, told), state in ALIVE
     silent, damage = dict[str, tuple[str, str]](), ""
     try:
         silent = silent_points(directory)
     except UserError as error:  # of the sweep's record; its runs are there none the less
         damage = error.render()
     runs = find_runs(directory)
-    rows = [_row(directory, run) for run in runs]
+    rows = [_row(directory, run, silent) for run in runs]
     started = {run.relative_to(directory).as_posix() for run in runs}
-    waiting = {name: state for name, (state, _) in silent.items()}
     cells = [""] * (len(HEADER) - 3)
     silent_rows = [(name, state, *cells, within(directory, why)) for name, (state, why) in silent.items()]
     rows += [row for row in silent_rows if row[0] not in started]
-    rows = [(row[0], _state_in(waiting, row[0], row[1]), *row[2:]) for row in rows]
     rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    goes_on = how_points_go_on(_statuses(directory, runs)) if os.path.exists(directory / "sweep.json") else []
+    goes_on = []
+    if os.path.exists(directory / "sweep.json"):
+        statuses = _statuses(directory, runs)  # a point whose job has not ended may be started by SLURM
+        goes_on = how_points_go_on({name: status for name, status in statuses.items() if name not in silent})
     if unstarted := sorted(name for name, (state, _) in silent.items() if state in ("missing", "refused")):
         goes_on.append(_how_it_starts(directory, unstarted))
     lines = [render_table(sorted(rows)), *map(one_line, [*goes_on, summarise_failures(directory)]), damage]
@@ -95,19 +97,24 @@ def _statuses(directory: Path, runs: list[Path]) -> dict[str, dict[str, Any]]:
     return {run.relative_to(directory).as_posix(): read_status(run) for run in runs}
 
 
-def _state_in(waiting: dict[str, str], name: str, state: str) -> str:
-    """Of a point, with what its sweep's record and SLURM's queue know of it."""
-    known = waiting.get(name, state)
-    return known if state in IDLE or (state == UNREADABLE and known == "queued") else state
+def state_in(silent: Mapping[str, tuple[str, str]], name: str, state: str) -> tuple[str, str]:
+    """State and why of a point that has told of itself ("": nothing more than that), with what its sweep's record and
+    SLURM's queue know of it.
+    """
+    known, why = silent.get(name, (state, ""))
+    if state in IDLE or known == "suspended" or (state == UNREADABLE and known == "queued"):
+        return known, why
+    return state, ""
 
 
-def state_alone(run_dir: Path) -> str:
-    """The true state of a run; of one that is a job by itself also whether SLURM will start it again."""
+def state_alone(run_dir: Path) -> tuple[str, str]:
+    """The same of a run that is a job by itself, or a point whose sweep's record lies beside it."""
     state = true_state(run_dir, read_status(run_dir))
-    if state in IDLE:
-        with contextlib.suppress(UserError):
-            return waiting_points(run_dir).get(ALONE, state)
-    return state
+    for sweep_dir, name in ((run_dir, ALONE), (run_dir.absolute().parent, run_dir.absolute().name)):
+        if os.path.exists(sweep_dir / "sweep.json"):
+            with contextlib.suppress(UserError):
+                return state_in(silent_points(sweep_dir, name), name, state)
+    return state, ""
 
 
 def waiting_points(sweep_dir: Path) -> dict[str, str]:
@@ -115,14 +122,19 @@ def waiting_points(sweep_dir: Path) -> dict[str, str]:
     return {name: state for name, (state, _) in silent_points(sweep_dir).items()}
 
 
-def silent_points(sweep_dir: Path) -> dict[str, tuple[str, str]]:
-    """The same, each with its cause."""
+def silent_points(sweep_dir: Path, only: str | None = None) -> dict[str, tuple[str, str]]:
+    """The same, each with its cause; of one point only, if it is named."""
     from launch.ends import points_without_word
     from launch.submitting import adopt_if_free
     from launch.sweep_file import read_sweep
 
     adopt_if_free(sweep_dir)
-    return points_without_word(sweep_dir, read_sweep(sweep_dir))
+    sweep = read_sweep(sweep_dir)
+    if only is not None:
+        sweep["points"] = [point for point in sweep["points"] if point["dir"] == only]
+        jobs = [row for row in sweep["submissions"] if only in row["points"]]
+        sweep["submissions"] = jobs[-1:]
+    return points_without_word(sweep_dir, sweep)
 
 
 def why_lost(run: Path) -> str:
@@ -152,24 +164,26 @@ def true_state(run_dir: Path, status: dict[str, Any]) -> str:
     return status["state"]
 
 
-def render_run(run_dir: Path, state: str) -> str:
-    """One run in full."""
-    return "\n".join(map(one_line, _lines_of_run(run_dir, state)))
+def render_run(run_dir: Path, state: str, told: str = "") -> str:
+    """One run in full. `told`: what SLURM's queue says of it."""
+    return "\n".join(map(one_line, _lines_of_run(run_dir, state, told)))
 
 
-def _lines_of_run(run_dir: Path, state: str) -> list[str]:
+def _lines_of_run(run_dir: Path, state: str, told: str) -> list[str]:
     status, faults = read_status(run_dir), find_faults(run_dir)
     if not status:
-        return [f"{run_dir}: {state}", *faults]
+        return [f"{run_dir}: {state}", *filter(None, [told]), *faults]
     lines = [
         f"{run_dir}: {state}, step {status['step']}/{status['max_steps']}",
         f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)} ago",
     ]
+    lines += filter(None, [doing_of(run_dir, status, state)])
     if state == "running":
         lines += [f"serves at {url}" for url in status["urls"]]
+    own_state = true_state(run_dir, status)
     for name, role in status["roles"].items():
         exit_code = "" if role["exit"] is None else f" with exit code {role['exit']}"
-        lines.append(f"  {name:<20} {role_state(role, state)}{exit_code} (process {role['pid']})")
+        lines.append(f"  {name:<20} {role_state(role, own_state)}{exit_code} (process {role['pid']})")
     lines += [f"engine {url} is left out: {why}" for url, why in status["lost_engines"].items()]
     lines += [f"alarm {alarm['kind']} since step {alarm['since']}: {alarm['message']}" for alarm in status["alarms"]]
     lines += faults
@@ -177,9 +191,11 @@ def _lines_of_run(run_dir: Path, state: str) -> list[str]:
     if failure:
         lines.append(f"{failure['role']} failed, class {failure['class']}: {failure['message']}")
         lines += [f"  | {line}" for line in failure["log_tail"]]
-    if state in ("failed", "stopped"):
+    if told:
+        lines.append(told)
+    elif state in ("failed", "stopped"):
         lines.append(_how_it_goes_on(run_dir, status))
-    if state == "lost":
+    elif state == "lost":
         lines += [why_lost(run_dir), _how_it_goes_on(run_dir, status)]
     return lines
 
@@ -223,6 +239,14 @@ def cause_of(run: Path, status: dict[str, Any]) -> str:
     return "; ".join([*why, *find_faults(run)])
 
 
+def doing_of(run: Path, status: dict[str, Any], state: str) -> str:
+    """Before the roles of a run start: what it makes, and how far it is, or what it waits for; "" else."""
+    if state != "starting" or not status.get("doing"):
+        return ""
+    stage = read_status(run / "warm_start") if status["doing"] == "warm start" else {}
+    return status["doing"] + (f", step {stage['step']}/{stage['max_steps']}" if stage else "")
+
+
 def role_state(role: dict[str, Any], state: str) -> str:
     """Of a role of a run in this state: no process outlives its run, whatever was the last that was written of it."""
     return "ended" if state in IDLE and role["state"] in ("starting", "ready") else str(role["state"])
@@ -235,16 +259,16 @@ def render_table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _row(directory: Path, run: Path) -> tuple[str, ...]:
+def _row(directory: Path, run: Path, silent: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
     name, status = run.relative_to(directory).as_posix(), read_status(run)
-    state = true_state(run, status)
+    state, told = state_in(silent, name, true_state(run, status))
+    why = "; ".join(filter(None, [told, cause_of(run, status)]))
     if not status:
-        return (name, state, *[""] * (len(HEADER) - 3), _short(directory, cause_of(run, status)))
-    why = cause_of(run, status)
+        return (name, state, *[""] * (len(HEADER) - 3), _short(directory, why))
     alarms, lost = ", ".join(alarm["kind"] for alarm in status["alarms"]), ", ".join(status["lost_engines"])
     more = [f"alarms: {alarms}"] * bool(alarms) + [f"engines left out: {lost}"] * bool(lost)
-    more += [why_lost(run)] * (state == "lost")
-    why = _short(directory, why or "; ".join(more))
+    more += [why_lost(run)] * (state == "lost" and not told) + [doing_of(run, status, state)]
+    why = _short(directory, why or "; ".join(filter(None, more)))
     step = f"{status['step']}/{status['max_steps']}"
     last = last_rows(run)
     reward = last.get("eval/reward", last.get("reward", last.get("val_loss", last.get("loss"))))

@@ -128,6 +128,39 @@ def test_a_run_without_checkpoints_says_so_and_a_damaged_one_is_named(tmp_path):
         found(run, 4)
 
 
+@pytest.mark.parametrize("step", ["last", 6])
+def test_in_the_place_of_a_damaged_step_the_newest_intact_one_is_named(step, tmp_path, capsys):
+    run = make_run(tmp_path / "run", (2, 4, 6))
+    for damaged, instead in ((6, "eval.step=4;"), (4, "eval.step=2;"), (2, "eval.step=0, which it began with: no ")):
+        (run / f"checkpoints/step_{damaged}" / TRAINER / "file").write_text("torn")
+        with pytest.raises(UserError, match="step 6 is damaged") as refused:
+            found(run, step)
+        assert f"do:    {instead}" in refused.value.render()
+    told = capsys.readouterr().err
+    assert "checkpoint of step 4 is damaged and skipped: " in told, "as when a run resumes"
+    with pytest.raises(UserError, match="no checkpoint of step 3") as refused:
+        found(run, 3)
+    assert "no other checkpoint is intact" in refused.value.render()
+
+
+def test_the_last_step_of_a_run_of_which_nothing_is_intact_is_refused_in_words(tmp_path):
+    run = make_run(tmp_path / "run", (2,), "stopped")
+    (run / "checkpoints/step_2" / TRAINER / "file").write_text("torn")
+    with pytest.raises(UserError, match="has no checkpoint that is intact") as refused:
+        found(run)
+    assert "eval.step=0, which it began with" in refused.value.render()
+
+
+def test_a_step_that_cannot_be_read_now_is_no_traceback(tmp_path, monkeypatch):
+    def stale(path, parts):
+        raise OSError(116, "Stale file handle", str(path))
+
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr("prl.runtime.directory.checkpoints.find_damage", stale)
+    with pytest.raises(UserError, match="step 4 cannot be read now: Stale file handle"):
+        found(run, 4)
+
+
 def test_the_model_is_that_of_the_run(tmp_path):
     run = make_run(tmp_path / "run", (), "done", "model=tiny_qwen3", "model.init_seed=3")
     config = compose([f"eval.run={run}"], "eval")

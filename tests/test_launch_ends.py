@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from launch.launching import why_it_does_not_serve
 from launch.slurm import reasons_of
 from launch.sweep_file import read_sweep, refused_points
 from prl.status import render
+from prl.watch.store import Store
 
 SACCT = "echo '7_0|FAILED|3:0'; echo '7_1|OUT_OF_MEMORY|0:9'"
 CONTROLLER = 'echo "JobId=7 JobState=NODE_FAIL Reason=None ExitCode=1:0"'
@@ -23,8 +25,8 @@ CONTROLLER = 'echo "JobId=7 JobState=NODE_FAIL Reason=None ExitCode=1:0"'
 def cluster(tmp_path, monkeypatch):
     """Programs of a SLURM that knows of jobs 7_0 and 7_1, and whose controller says the same of all others."""
 
-    def programs(sacct: str = SACCT, scontrol: str = CONTROLLER) -> None:
-        for name, does in {"squeue": ":", "sacct": sacct, "scontrol": scontrol}.items():
+    def programs(sacct: str = SACCT, scontrol: str = CONTROLLER, squeue: str = ":") -> None:
+        for name, does in {"squeue": squeue, "sacct": sacct, "scontrol": scontrol}.items():
             (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
             (tmp_path / "bin" / name).chmod(0o755)
 
@@ -112,6 +114,87 @@ def test_a_run_whose_agent_was_killed_says_by_what_and_how_it_goes_on(tmp_path, 
     assert why in lines[-2]
     assert lines[-1].startswith("it may pass: the sweep's command tries it again")
     assert "gone without a last word" in row_of(render(tmp_path / "s")[0], "point")
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("Priority", "job 7_0 waits: Priority"),
+        ("None", ""),
+        ("JobHeldUser", "job 7_0 is held (JobHeldUser): scontrol release 7_0 lets it go"),
+        ("JobHeldAdmin", "job 7_0 is held (JobHeldAdmin): an administrator lets it go"),
+        ("ReqNodeNotAvail, Reserved|x", "job 7_0 waits: ReqNodeNotAvail, Reserved|x"),
+    ],
+)
+def test_a_point_that_waits_says_for_what(tmp_path, cluster, reason, told):
+    record(tmp_path / "s", ["a"], submissions=[submitted("a")])
+    cluster(squeue=f"echo '7_0|PENDING|N/A|{reason}'")
+    text, alive = render(tmp_path / "s")
+    assert alive
+    assert row_of(text, "a").split(maxsplit=2) == ["a", "queued", *filter(None, [told])]
+
+
+LATER = "2030-01-01T00:00:00"  # than anything that the run of a test has told
+
+
+@pytest.mark.parametrize(
+    ("queue", "state", "told"),
+    [
+        ("7_0|PENDING|N/A|BeginTime", "queued", "job 7_0 waits: BeginTime"),
+        (f"7_0|RUNNING|{LATER}|None", "starting", "job 7_0 runs again"),
+        ("7_0|RUNNING|2000-01-01T00:00:00|None", "failed", "job 7_0 has not ended yet"),
+        (f"7_0|COMPLETING|{LATER}|None", "failed", "job 7_0 has not ended yet"),  # already sent back to the queue
+    ],
+)
+def test_a_point_whose_job_slurm_starts_again_is_not_left_to_the_sweeps_command(tmp_path, cluster, queue, state, told):
+    sweep = tmp_path / "s"
+    run = make_point(sweep / "a", [0.0, 0.5], state="failed")
+    status = json.loads((run / "status.json").read_text())
+    killed = {"class": "node", "role": "root", "message": "the root process was killed"}
+    (run / "status.json").write_text(json.dumps(status | {"failure": killed}))
+    record(sweep, ["a"], submissions=[submitted("a")])
+    assert "failed, and may pass: a" in render(sweep)[0]
+    cluster(squeue=f"echo '{queue}'")
+    text = render(sweep)[0]
+    assert row_of(text, "a").split()[1] == state
+    assert f"{told}; " in row_of(text, "a")
+    assert "may pass" not in text
+    whole = render(run)[0].splitlines()
+    assert f": {state}, step" in whole[0]
+    assert whole[-1] == told
+    shown = Store(sweep)
+    assert shown.overview()["runs"][0]["state"] == shown.state_of(shown.run("a"))["state"] == state
+    assert shown.overview()["runs"][0]["why"].startswith(told)
+
+
+def test_a_point_that_was_killed_is_not_gone_while_its_job_is_there(tmp_path, cluster):
+    run = make_point(tmp_path / "s/a", [0.0, 0.5], state="running")  # and nobody holds its lock
+    record(tmp_path / "s", ["a"], submissions=[submitted("a")])
+    cluster(squeue="echo '7_0|RUNNING|2000-01-01T00:00:00|None'")
+    assert row_of(render(tmp_path / "s")[0], "a").split()[1] == "lost"
+    assert row_of(render(tmp_path / "s")[0], "a").endswith("  job 7_0 has not ended yet")
+    assert render(run)[0].splitlines()[-1] == "job 7_0 has not ended yet"
+
+
+def test_a_point_that_is_done_stays_done_while_its_job_ends(tmp_path, cluster):
+    make_point(tmp_path / "s/a", [0.0, 0.5])
+    record(tmp_path / "s", ["a"], submissions=[submitted("a")])
+    cluster(squeue=f"echo '7_0|COMPLETING|{LATER}|None'")
+    assert row_of(render(tmp_path / "s")[0], "a").split()[1] == "done"
+
+
+def test_a_suspended_run_is_no_running_one(tmp_path, cluster):
+    run = make_point(tmp_path / "s/a", [0.0, 0.5], state="running")
+    record(tmp_path / "s", ["a"], submissions=[submitted("a")])
+    cluster(squeue="echo '7_0|SUSPENDED|2000-01-01T00:00:00|None'")
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text, alive = render(tmp_path / "s")
+        whole = render(run)[0]
+    assert alive
+    assert row_of(text, "a").split()[1] == "suspended"
+    assert "job 7_0 is suspended: scontrol resume 7_0 lets it go on" in row_of(text, "a")
+    assert whole.splitlines()[-1].startswith("job 7_0 is suspended")
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,13 @@ def test_who_waits_for_a_warm_start_makes_it_when_its_maker_is_killed(start: Sta
     console = tmp_path / "console"
     first = start(*overrides, "seed=1", name="first", script={"trainer/0": {"step_s": 600}})
     wait_for(lambda: read_status(first.run_dir / "warm_start").get("state") == "running")
+    assert read_status(first.run_dir)["doing"] == "warm start"
     with console.open("w") as file:
         second = start(*overrides, "seed=2", name="second", stdout=file.fileno())
     wait_for(lambda: f"process {first.process.pid} on {platform.node()} is making it; waiting" in console.read_text())
     assert not (second.run_dir / "warm_start").exists()
+    wait_for(lambda: read_status(second.run_dir)["doing"] == "waits for another run's warm start")
     first.process.kill()
     assert second.wait()[0] == 0, console.read_text()
     assert "[warm start] step 2/2" in console.read_text()
+    assert read_status(second.run_dir)["doing"] == ""

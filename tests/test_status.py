@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -112,6 +113,21 @@ def test_engines_that_are_left_out_are_in_the_status_and_on_the_page(tmp_path: P
     assert "engine http://a is left out: no answer" in render(run)[0]
     assert "engines left out: http://a" in render(tmp_path / "s")[0]
     assert Store(tmp_path).overview()["runs"][0]["lost_engines"] == {"http://a": "no answer"}
+
+
+def test_a_run_that_makes_a_warm_start_or_waits_for_one_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "s/run", {}, state="starting")
+    make_run(run / "warm_start", {}, steps=30, state="running")
+    change_status(run, doing="warm start", step=0)
+    change_status(run / "warm_start", step=12)
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert render(tmp_path / "s")[0].endswith("warm start, step 12/30")
+        assert "\nwarm start, step 12/30\n" in f"{render(run)[0]}\n"
+        assert Store(tmp_path).overview()["runs"][0]["doing"] == "warm start, step 12/30"
+        change_status(run, doing="waits for another run's warm start")
+        assert render(tmp_path / "s")[0].endswith("waits for another run's warm start")
+    assert "warm start" not in render(tmp_path / "s")[0], "it is lost"
 
 
 def told_to_stop() -> StopSignals:

@@ -9,18 +9,22 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, CookieJar
+from test_compare import make_point
 from watch_directory import make_run
 
 from prl.compare import curves
-from prl.compare.points import read_point
+from prl.compare.points import read_directory, read_point
+from prl.compare.ranking import compare
 from prl.config.errors import UserError
 from prl.metrics.rollouts import ROLLOUTS, segments
+from prl.runtime.directory.files import find_directories
 from prl.status import find_runs as status_runs
 from prl.status import render
 from prl.watch import series
@@ -129,6 +133,45 @@ def test_links_do_not_multiply_runs(tmp_path: Path) -> None:
     assert status_runs(root) == [root / "b", run]
 
 
+def test_what_package_managers_keep_is_not_walked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs/run", {"seed": "1"})
+    for folder in ("venv", "web/node_modules", ".git", "code/__pycache__", "lib/site-packages"):
+        make_run(tmp_path / folder / "deep/run", {"seed": "1"})
+    (tmp_path / "venv/pyvenv.cfg").touch()
+    looked: list[Path] = []
+    assert find_directories(tmp_path, lambda path: bool(looked.append(path)) or path == run) == [run]
+    assert not any(path.name == "deep" for path in looked)
+    assert status_runs(tmp_path) == [run]
+    assert status_runs(tmp_path / "venv") == [tmp_path / "venv/deep/run"], "who names it means it"
+
+
+def test_a_look_that_takes_long_keeps_no_request_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", {"seed": "1"})
+    store, walks, begun, go_on = Store(tmp_path), [], threading.Event(), threading.Event()
+
+    def walk(root: Path) -> list[Path]:
+        walks.append(threading.current_thread() is threading.main_thread())
+        if len(walks) > 1:
+            begun.set()
+            assert go_on.wait(30)
+        return [run, tmp_path / "new"][: len(walks)]
+
+    monkeypatch.setattr("prl.watch.store.find_runs", walk)
+    store.look()
+    for _ in range(3):
+        store.took_s, store.looked_s = 1.0, -1e9  # as if that had been slow, and long ago
+        assert [row["name"] for row in store.overview()["runs"]] == ["run"]
+    assert begun.wait(30)
+    assert walks == [True, False], "one at a time, and not in a request"
+    assert store.looking is not None
+    go_on.set()
+    store.looking.join(30)
+    assert [row["name"] for row in store.overview()["runs"]] == ["new", "run"]
+    store.took_s, store.looked_s = 5.0, time.monotonic() - 10.0
+    store.look()
+    assert len(walks) == 2, "a walk of 5 s is not made again after 10 s"
+
+
 def test_nothing_is_told_without_the_token(sweep: Path) -> None:
     async def ask(session: ClientSession, url: str) -> list[int]:
         paths = ["/", "/?token=", "/?token=wrong", "/assets/watch.js", "/api/overview", f"/api/overview?token={TOKEN}"]
@@ -179,6 +222,30 @@ def test_seeds_are_one_curve_with_an_interval(sweep: Path) -> None:
     assert (step, seeds) == (6, 2)
     assert mean == pytest.approx(1.015)
     assert half == pytest.approx(12.706 * 0.01 / 2, rel=1e-3)  # t(0.975, 1) s/√2, of 1.01 and 1.02
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_curves_of_their_own_as_in_compare(tmp_path: Path) -> None:
+    for name, others in {
+        "a": ("seed=1", "optim.lr=0.01"),
+        "b": ("seed=2", "optim.lr=0.01"),
+        "again": ("seed=2", "optim.lr=0.01"),
+        "c": ("seed=1", "optim.lr=0.02"),
+    }.items():
+        make_point(tmp_path / name, [0.0, 0.5 if name == "again" else 0.25], others=others)
+    store = Store(tmp_path)
+    rewards = next(chart for chart in store.sweep_charts(".")["charts"] if chart["title"] == "reward")
+    lines = {line["name"]: line["points"][-1] for line in rewards["lines"]}
+    comparison = compare("runs", read_directory(tmp_path), "steps")
+    assert comparison.group_columns == ["optim.lr"]
+    assert set(lines) == {f"optim.lr={value}" for group in comparison.groups for value in group.key}
+    step, mean, half, seeds = lines["optim.lr=0.01"]
+    assert (step, mean, seeds) == (1, pytest.approx((0.125 + (0.125 + 0.25) / 2) / 2), 2), "a repeated seed counts once"
+    assert half is not None
+    assert lines["optim.lr=0.02"] == (1, 0.125, None, 1)
+    make_point(tmp_path / "d", [0.0, 0.1], others=("seed=1", "optim.lr=0.01", "algo.batch_size=64"))
+    store.looked_s = -1e9
+    lines_now = next(chart for chart in store.sweep_charts(".")["charts"] if chart["title"] == "reward")["lines"]
+    assert len(lines_now) == 3, "plans that have come are read"
 
 
 def test_a_point_whose_metrics_were_cut_is_named_and_not_drawn(tmp_path: Path) -> None:

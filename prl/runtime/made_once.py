@@ -60,7 +60,7 @@ def claimed(
                 return
             if home.hours.phases.stage != SHARED:
                 home.hours.enter(SHARED)
-            status.update()
+            status.update(doing=f"waits for another run's {what}")
             home.hours.beat()
             if claim.holder and claim.holder.get("pid") != told:
                 told = claim.holder.get("pid")
@@ -70,8 +70,11 @@ def claimed(
             home.progress.note(f"{what}: made by another run meanwhile ({cached})")
             yield None, None
         else:
+            status.content["doing"] = what
+            status.write()
             yield claim, None
     finally:
+        status.content["doing"] = ""
         if home.hours.phases.stage == SHARED:
             home.hours.enter(START)
         with contextlib.suppress(OSError):

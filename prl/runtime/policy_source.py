@@ -11,9 +11,11 @@ from prl.config.errors import UserError
 from prl.config.point import random_checkpoint_dir
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import RunPlan, plan_from_json
-from prl.runtime.directory.checkpoints import TRAINER, find_damage, latest_valid, step_dir, steps
+from prl.runtime.directory.checkpoints import TRAINER, damage_of_step, latest_valid, steps
 from prl.runtime.directory.status_file import read_status
 from prl.runtime.warm_cache import warm_start_dir
+
+NO_STEP = -1  # the last of a run that has none
 
 
 def find_policy(config: RunConfig) -> tuple[int, Path | None]:
@@ -29,21 +31,36 @@ def find_policy(config: RunConfig) -> tuple[int, Path | None]:
             step = int(end)
         else:
             found = latest_valid(run, (TRAINER,))
-            step = found[0] if found else -1
+            step = found[0] if found else NO_STEP
     if step == end and is_exported:
         return step, run / "export"
     if step == 0:
         return 0, start_of(plan.config)
-    damage = find_damage(step_dir(run, step), (TRAINER,)) if step in saved else ""
-    if damage is not None:
-        there = ", ".join(map(str, [0, *saved, *([end] if is_exported and end not in (None, *saved) else [])]))
-        raise UserError(
-            f"{run} has no checkpoint of step {step}." if not damage else f"The checkpoint of step {step} is damaged.",
-            where=f"eval.run={run}, eval.step={config.eval.step}",
-            why=damage or f"a run keeps its newest ckpt.keep checkpoints, and its export; here there are: {there}",
-            fix=f"eval.step={saved[-1] if saved else 0}; later runs keep more with ckpt.interval and ckpt.keep",
-        )
-    return step, None
+    damage = damage_of_step(run, step, (TRAINER,)) if step in saved else ""
+    if damage is None:
+        return step, None
+    there = ", ".join(map(str, [0, *saved, *([end] if is_exported and end not in (None, *saved) else [])]))
+    instead = _instead(run, end if is_exported else None, step)
+    raise UserError(
+        f"The checkpoint of step {step} is damaged." if damage else f"{run} has no checkpoint {_named(step)}.",
+        where=f"eval.run={run}, eval.step={config.eval.step}",
+        why=damage or f"a run keeps its newest ckpt.keep checkpoints, and its export; here there are: {there}",
+        fix=f"{instead}; later runs keep more with ckpt.interval and ckpt.keep",
+    )
+
+
+def _named(step: int) -> str:
+    return "that is intact" if step == NO_STEP else f"of step {step}"
+
+
+def _instead(run: Path, exported: int | None, step: int) -> str:
+    """What can be evaluated where this step cannot: of the other checkpoints that from which a run would resume."""
+    if exported is not None:
+        return f"eval.step={exported}"
+    found = None if step == NO_STEP else latest_valid(run, (TRAINER,), besides=step)
+    if found is not None:
+        return f"eval.step={found[0]}"
+    return "eval.step=0, which it began with: no other checkpoint is intact"
 
 
 def read_run(run: Path) -> RunPlan:

@@ -152,9 +152,10 @@ def sweep(store: Store, query: Query) -> Any:
 
 def run(store: Store, query: Query) -> Any:
     found = store.run(query.get("run", ""))
+    state = store.state_of(found)
     with found.lock:
         found.series.poll()
-        return {"state": found.state({}), "charts": found.series.charts()}
+        return {"state": state, "charts": found.series.charts()}
 
 
 def steps(store: Store, query: Query) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prl.compare.columns import SEED
 from prl.compare.curves import is_number
 from prl.compare.points import SWEEP_FILE, find_runs
 from prl.compare.stats import half_width, mean
@@ -19,11 +19,14 @@ from prl.runtime.directory.files import read_object, why_no_object
 from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
 from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run
-from prl.status import ALONE, IDLE, cause_of, last_rows, role_state, silent_points, true_state
+from prl.status import ALONE, cause_of, doing_of, last_rows, role_state, silent_points, state_in, true_state
+from prl.watch.groups import groups_of
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
 
 LOOK_S = 2.0  # between two looks for new runs
+LOOK_SHARE = 0.05  # of the time, at most, goes into them
+WAIT_S = 0.2  # a look that took longer goes on beside those who ask; they see what was found before
 QUEUE_S = 10.0  # between two questions to SLURM
 
 
@@ -56,9 +59,9 @@ class Run:
         """What `prl.status` says of it."""
         config, status = self.config(), read_status(self.path)
         why = cause_of(self.path, status)
-        state = true_state(self.path, status) if os.path.exists(status_path(self.path)) or why else "not started"
-        if state in (*IDLE, "not started"):
-            state, _ = waiting.get(Path(self.name).name, waiting.get(ALONE, (state, "")))
+        state = own = true_state(self.path, status) if os.path.exists(status_path(self.path)) or why else "not started"
+        point = ALONE if ALONE in waiting else Path(self.name).name
+        state, told = waiting.get(point, (own, "")) if own == "not started" else state_in(waiting, point, own)
         if state == "done" and why:  # as prl.compare has it: only a file that cannot be read is a cause here
             state = UNREADABLE
         failure = status.get("failure") or {}
@@ -68,11 +71,12 @@ class Run:
             "name": self.name,
             "sweep": str(Path(self.name).parent),
             "state": state,
-            "why": why,
+            "why": "; ".join(filter(None, [told, why])),
+            "doing": doing_of(self.path, status, state),
             "log_tail": failure.get("log_tail", []),
             "alarms": status.get("alarms") or [],
             "lost_engines": status.get("lost_engines") or {},
-            "roles": {name: role_state(role, state) for name, role in (status.get("roles") or {}).items()},
+            "roles": {name: role_state(role, own) for name, role in (status.get("roles") or {}).items()},
             "step": status.get("step", 0),
             "max_steps": config.get("max_steps"),
             "attempt": status.get("attempt"),
@@ -90,21 +94,35 @@ class Store:
         self.root = root
         self.runs: dict[str, Run] = {}
         self.lock = threading.Lock()
-        self.looked_s = -LOOK_S
+        self.looked_s, self.took_s = -math.inf, 0.0
+        self.looking: threading.Thread | None = None
+        # sweep -> (its runs, and whether they have a plan; run -> curve and seed)
+        self.grouped: dict[str, tuple[frozenset[tuple[str, bool]], dict[str, tuple[str, str]]]] = {}
         # sweep -> (when asked, point -> state and cause)
         self.waiting: dict[str, tuple[float, dict[str, tuple[str, str]]]] = {}
 
     def look(self) -> None:
-        """Find runs that were not there before, and forget those that are gone."""
+        """Find runs that were not there before, and forget those that are gone: now and then, however often it is
+        called, and in a thread of its own where that takes long.
+        """
         with self.lock:
-            if time.monotonic() - self.looked_s < LOOK_S:
+            is_fresh = time.monotonic() - self.looked_s < max(LOOK_S, self.took_s / LOOK_SHARE)
+            if is_fresh or (self.looking is not None and self.looking.is_alive()):
                 return
-            alone = holds_run(self.root)
-            with contextlib.suppress(OSError):  # a directory that went away while it was read: the next look
-                paths = [self.root] if alone else find_runs(self.root)
-                names = {"." if path == self.root else path.relative_to(self.root).as_posix(): path for path in paths}
-                self.runs = {name: self.runs.get(name) or Run(name, path) for name, path in names.items()}
-            self.looked_s = time.monotonic()
+            if self.took_s > WAIT_S:
+                self.looking = threading.Thread(target=self._look, daemon=True)
+                self.looking.start()
+            else:
+                self._look()
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):  # a directory that went away while it was read: the next look
+            paths = [self.root] if holds_run(self.root) else find_runs(self.root)
+            names = {"." if path == self.root else path.relative_to(self.root).as_posix(): path for path in paths}
+            self.runs = {name: self.runs.get(name) or Run(name, path) for name, path in names.items()}
+        self.looked_s = time.monotonic()
+        self.took_s = self.looked_s - began
 
     def run(self, name: str) -> Run:
         """Raises LookupError for one that is not there."""
@@ -140,6 +158,10 @@ class Store:
         damaged = [why for path in records if os.path.lexists(path) and (why := why_no_object(path))]
         return {"root": str(self.root), "runs": sorted(rows, key=lambda row: row["name"]), "faults": damaged}
 
+    def state_of(self, run: Run) -> dict[str, Any]:
+        """As the overview has it."""
+        return run.state(self._waiting(str(Path(run.name).parent)))
+
     def _waiting(self, sweep: str) -> dict[str, tuple[str, str]]:
         directory = self.root / sweep
         if not os.path.exists(directory / SWEEP_FILE):
@@ -158,25 +180,34 @@ class Store:
         self.look()
         runs = [run for run in list(self.runs.values()) if str(Path(run.name).parent) == sweep]
         damaged = {run.name: why for run in runs if (why := "; ".join(find_faults(run.path)))}
-        groups: dict[str, list[Run]] = {}
-        for run in runs:
-            if run.name in damaged:
-                continue
+        drawn = [run for run in runs if run.name not in damaged]
+        for run in drawn:
             with run.lock:
                 run.series.poll()
-            swept = run.config().get("swept") or {}
-            label = " ".join(f"{key}={value}" for key, value in swept.items() if key != SEED) or "all seeds"
-            groups.setdefault(label, []).append(run)
+        groups: dict[str, dict[str, list[Run]]] = {}
+        told = self._groups(sweep, drawn)
+        for run in drawn:
+            label, seed = told[run.name]
+            groups.setdefault(label, {}).setdefault(seed, []).append(run)
         charts = []
         for title, keys in CHARTS.items():
             for role, key in keys:
-                lines = [{"name": label, **_over_seeds(several, role, key)} for label, several in groups.items()]
+                lines = [
+                    {"name": label, **_over_seeds([*seeds.values()], role, key)} for label, seeds in groups.items()
+                ]
                 lines = [line for line in lines if line["points"]]
                 if lines:
                     is_first = (role, key) == keys[0]
                     charts.append({"title": title if is_first else f"{title}: {role} {key}", "lines": lines})
         faults = [f"{Path(name).name} is not drawn: {why}" for name, why in sorted(damaged.items())]
         return {"sweep": sweep, "charts": charts, "faults": faults}
+
+    def _groups(self, sweep: str, runs: list[Run]) -> dict[str, tuple[str, str]]:
+        """Of `groups_of`, which reads plans: they never change once they are there."""
+        key = frozenset((run.name, bool(run.config())) for run in runs)
+        if self.grouped.get(sweep, (None, {}))[0] != key:
+            self.grouped[sweep] = key, groups_of({run.name: run.path for run in runs})
+        return self.grouped[sweep][1]
 
     def common_tasks(self, one: str, other: str) -> list[dict[str, Any]]:
         """Held-out tasks that both points kept, each with the newest rollouts of both."""
@@ -196,12 +227,15 @@ class Store:
         return found
 
 
-def _over_seeds(runs: list[Run], role: str, key: str) -> dict[str, Any]:
-    """Points (step, mean, half of the interval or None, seeds): at each step, of the seeds that have reached it."""
-    series = [run.series.values.get((role, key), {}) for run in runs]
-    steps = thin([(step, None) for step in sorted(set().union(*series))])
+def _over_seeds(seeds: list[list[Run]], role: str, key: str) -> dict[str, Any]:
+    """Points (step, mean, half of the interval or None, seeds): at each step, of the seeds that have reached it. Runs
+    that repeat a seed say nothing new of how far seeds differ, and count by their mean.
+    """
+    series = [[run.series.values.get((role, key), {}) for run in runs] for runs in seeds]
+    steps = thin([(step, None) for step in sorted({step for runs in series for values in runs for step in values})])
     points = []
     for step, _ in steps:
-        values = [values[step] for values in series if step in values]
+        reached = [[values[step] for values in runs if step in values] for runs in series]
+        values = [mean(of_seed) for of_seed in reached if of_seed]
         points.append((step, mean(values), half_width(values), len(values)))
     return {"points": points}

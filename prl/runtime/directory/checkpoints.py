@@ -118,32 +118,43 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def latest_valid(
-    run_dir: Path, parts: tuple[str, ...], report: Callable[[str], None] | None = None
+    run_dir: Path,
+    parts: tuple[str, ...],
+    report: Callable[[str], None] | None = None,
+    besides: int | None = None,
 ) -> tuple[int, Path] | None:
     """The newest checkpoint that has all parts, and whose every file is what was written, or None.
 
     Args:
         parts: of `parts_of`.
         report: gets one line per damaged checkpoint, naming the file; stderr by default.
+        besides: a step that is not asked for.
 
     Raises UserError for one that cannot be read now: nobody knows whether it is good.
     """
     for step in reversed(steps(run_dir)):
-        path = step_dir(run_dir, step)
-        try:
-            damage = find_damage(path, parts)
-        except OSError as error:
-            raise UserError(
-                f"The checkpoint of step {step} cannot be read now: {error.strerror or error}",
-                where=str(error.filename or path),
-                why="it may be good, so it is neither skipped nor removed",
-                fix=f"the same command when the disk answers again; to do without it: {move_away(path, 'unreadable')}",
-            ) from error
+        if step == besides:
+            continue
+        damage = damage_of_step(run_dir, step, parts)
         if damage is None:
-            return step, path
+            return step, step_dir(run_dir, step)
         line = f"checkpoint of step {step} is damaged and skipped: {damage}"
         report(line) if report else print(line, file=sys.stderr)
     return None
+
+
+def damage_of_step(run_dir: Path, step: int, parts: tuple[str, ...]) -> str | None:
+    """As `find_damage`, of one step's checkpoint. Raises UserError where that cannot be told now."""
+    path = step_dir(run_dir, step)
+    try:
+        return find_damage(path, parts)
+    except OSError as error:
+        raise UserError(
+            f"The checkpoint of step {step} cannot be read now: {error.strerror or error}",
+            where=str(error.filename or path),
+            why="it may be good, so it is neither skipped nor removed",
+            fix=f"the same command when the disk answers again; to do without it: {move_away(path, 'unreadable')}",
+        ) from error
 
 
 def find_damage(path: Path, parts: tuple[str, ...]) -> str | None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 INT_DIGITS = sys.float_info.max_10_exp  # at most: a float holds all of so many
+NO_RUNS = (".git", "__pycache__", "node_modules", "site-packages")  # names of directories that hold others' files
+OF_A_VENV = "pyvenv.cfg"
 PARTIAL = ".partial"  # ends the name of a file that is about to replace another one
 
 
@@ -144,24 +146,38 @@ def why_no_object(path: Path, groups: Iterable[str] = ()) -> str:
 
 def find_directories(root: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
     """Those at any depth below that are wanted, sorted, not looking into them. Each is there once, however many
-    symbolic links lead to it, and under its own name if that lies below the root.
+    symbolic links lead to it, and under its own name if that lies below the root. Nobody looks into what package
+    managers and git keep: that is large, and none of ours.
     """
     found: list[Path] = []
     seen: set[str] = set()
-    ahead, links = [root], deque[Path]()
+    ahead, links = [(str(root), os.path.realpath(root))], deque[str]()
     while ahead or links:
-        path = ahead.pop() if ahead else links.popleft()  # links behind all that can be had without them
-        whole = os.path.realpath(path)  # of a link to itself, too
-        if not os.path.isdir(path) or whole in seen:
+        if ahead:
+            path, whole = ahead.pop()
+        else:  # links behind all that can be had without them
+            path = links.popleft()
+            whole = os.path.realpath(path)  # of a link to itself, too
+            if not os.path.isdir(path):
+                continue
+        if whole in seen:
             continue
         seen.add(whole)
-        if path != root and is_wanted(path):
-            found.append(path)
-            continue
-        with contextlib.suppress(OSError):  # nobody's business, or gone meanwhile
-            for inner in path.iterdir():
-                (links if inner.is_symlink() else ahead).append(inner)
+        is_root = path == str(root)
+        if not is_root and is_wanted(Path(path)):
+            found.append(Path(path))
+        elif is_root or not _is_foreign(path):
+            with contextlib.suppress(OSError), os.scandir(path) as inside:  # nobody's business, or gone meanwhile
+                for inner in inside:
+                    if inner.is_symlink():
+                        links.append(inner.path)
+                    elif inner.is_dir(follow_symlinks=False):
+                        ahead.append((inner.path, os.path.join(whole, inner.name)))
     return sorted(found)
+
+
+def _is_foreign(path: str) -> bool:
+    return os.path.basename(path) in NO_RUNS or os.path.exists(os.path.join(path, OF_A_VENV))
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

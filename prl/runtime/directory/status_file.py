@@ -22,6 +22,7 @@ ATTEMPTS = "attempts.jsonl"  # in the run directory: one row for the start of ea
 EMPTY: dict[str, Any] = {
     "began": False,  # whether all roles were ever ready
     "failure": None,
+    "doing": "",  # before its roles start: what it makes that several runs share, or waits for
     "step": 0,
     "max_steps": 0,
     "roles": {},

@@ -42,7 +42,7 @@ async function sweepPage(query) {
 async function runPage(query) {
   const [found, step] = await Promise.all([ask("run", { run: query.run }), ask("steps", { run: query.run, step: query.step || "" }).catch((error) => ({ step: null, error: error.message }))]);
   const state = found.state;
-  const facts = [el("p", {}, stateOf(state.state), ` step ${state.step}/${state.max_steps ?? "?"}  `, el("a", { href: link("rollouts", { run: query.run }) }, "rollouts"), " · ", el("a", { href: link("compare", { one: query.run }) }, "side by side with another")),
+  const facts = [el("p", {}, stateOf(state.state), ` step ${state.step}/${state.max_steps ?? "?"}  ${state.doing ? state.doing + "  " : ""}`, el("a", { href: link("rollouts", { run: query.run }) }, "rollouts"), " · ", el("a", { href: link("compare", { one: query.run }) }, "side by side with another")),
     el("p", { class: "facts" }, Object.entries(state.roles).map(([name, role]) => el("span", {}, name + " ", el("b", {}, role))))];
   for (const alarm of state.alarms || []) facts.push(el("p", { class: "bad" }, `alarm ${alarm.kind} since step ${alarm.since}: ${alarm.message}`));
   for (const [url, why] of Object.entries(state.lost_engines || {})) facts.push(el("p", { class: "bad" }, `engine ${url} is left out: ${why}`));
