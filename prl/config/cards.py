@@ -97,6 +97,32 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
     return config
 
 
+def restated(config: Mapping[str, Any], card: ModelCard) -> dict[str, Any]:
+    """The config.json of a checkpoint whose weights were trained by transformers' code, which goes by that file: they
+    are float32, and positions are as many as the card says where they turn by what does not depend on their number.
+    """
+    config = {key: _float32(value) if key == "text_config" else value for key, value in _float32(config).items()}
+    stated = card.max_position_embeddings
+    if not card.is_native or config.get("max_position_embeddings") in (None, stated):
+        return config
+    rotary = rotary_of(config)
+    if rotary["rope_type"] not in BUILT_ROPES:
+        return config
+    if "original_max_position_embeddings" in rotary:  # which silence would say anew
+        section = next(key for key in ("rope_parameters", "rope_scaling") if config.get(key))
+        old = rotary["original_max_position_embeddings"]
+        config[section] = {**config[section], "original_max_position_embeddings": old}
+    return {**config, "max_position_embeddings": stated}
+
+
+def _float32(config: Any) -> Any:
+    """Masters are, and exports are of these."""
+    if not isinstance(config, Mapping):
+        return config
+    rest = {key: value for key, value in config.items() if key != "torch_dtype"}
+    return rest | ({"dtype": "float32"} if "dtype" in config or "torch_dtype" in config else {})
+
+
 def _replaced(family: Family) -> tuple[str, ...]:
     """Facts whose name in config.json means another one."""
     return tuple(key for key in family.keys.values() if key in COMMON)
