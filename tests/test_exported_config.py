@@ -7,12 +7,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config.auto_card import complete_card
+from prl.config.cards import facts_of
 from prl.config.config_json import card_of_impl, check_card
+from prl.config.errors import ConfigError, UserError
 from prl.config.schema import ModelCard, ModelConfig
+from prl.config.schema_model import RopeScaling
 from prl.models.checkpoints.plain import write_plain
-from prl.models.checkpoints.reading import load_checkpoint
+from prl.models.checkpoints.reading import load_checkpoint, load_model
 from prl.models.checkpoints.writing import export_checkpoint, hf_tensors
 from prl.models.families.hf_causal_lm import build_hf_model
+from prl.models.layers.packed_attention import packed_attention
 
 IDS = torch.arange(24)[None] * 7 % 100
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -92,3 +96,50 @@ def test_the_context_that_a_user_says_is_the_exports(tmp_path):
     card = auto_card(tmp_path / "source", max_position_embeddings=256)
     export = exported(tmp_path / "source", card, tmp_path / "export")
     assert config_of(export) == config_of(tmp_path / "source") | {"max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize("impl", ["custom", "hf"])
+@pytest.mark.parametrize("rope", ["yarn", "llama3"])
+def test_a_longer_context_leaves_rotary_embeddings_as_the_checkpoint_has_them(rope, impl, tmp_path):
+    """Where it does not say from which context they were stretched, that is its own, not the one that a user says."""
+    scaling = {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope == "llama3" else {}
+    model = checkpoint(tmp_path / "source", "llama", rope_parameters=scaling)
+    said = config_of(tmp_path / "source")
+    said["rope_parameters"].pop("original_max_position_embeddings", None)
+    (tmp_path / "source/config.json").write_text(json.dumps(said))
+    card = auto_card(tmp_path / "source", max_position_embeddings=256)
+    config = said | {"max_position_embeddings": 256}
+    config["rope_parameters"] = scaling | {"original_max_position_embeddings": 64}
+    if impl == "hf":
+        export = exported(tmp_path / "source", card, tmp_path / "export")
+        assert config_of(export) == config
+    else:
+        ours = load_model(tmp_path / "source", card, torch.float32, torch.device("cpu"))
+        with torch.no_grad():
+            hidden = ours(IDS[0], torch.arange(24), packed_attention([24], torch.device("cpu")))
+            torch.testing.assert_close(ours.logits(hidden), model(IDS).logits[0], rtol=1e-4, atol=1e-4)
+        export = tmp_path / "export"
+        export_checkpoint(ours, hf_tensors(ours), tmp_path / "source", export, card)
+        assert facts_of(config_of(export)) == facts_of(config)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_at(export), model(IDS).logits)
+
+
+def test_the_old_context_is_told_where_a_card_has_another(tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    checkpoint(tmp_path, "llama", rope_parameters=scaling | {"rope_theta": 1e4})
+    card = auto_card(tmp_path, max_position_embeddings=256, rope_scaling=scaling)
+    assert card.rope_scaling == card.pinned_scaling == RopeScaling(**scaling, original_max_position_embeddings=64)
+    silent = card.model_copy(update={"rope_scaling": RopeScaling(**scaling)})
+    check_card(tmp_path, silent.model_copy(update={"max_position_embeddings": 64}))
+    with pytest.raises(UserError, match="original_max_position_embeddings") as caught:
+        check_card(tmp_path, silent)
+    assert "original_max_position_embeddings:64}" in caught.value.fix
+    with pytest.raises(ConfigError, match="original_max_position_embeddings"):
+        auto_card(tmp_path, rope_scaling=scaling | {"original_max_position_embeddings": 256})
+
+
+def test_a_context_that_nobody_says_is_told():
+    with pytest.raises(ValueError, match=r"stretched \(yarn\)"):
+        facts_of({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})

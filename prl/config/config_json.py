@@ -65,11 +65,12 @@ def check_card(path: Path, card: ModelCard) -> None:
             fix=("another checkpoint" if FAMILIES[card.family].is_ours_alone else FOREIGN)
             + (", or remove it from config.json if sequences are short" if "rope_type" in odd else ""),
         )
-    wrong = [key for key, value in says.items() if key not in FREE and getattr(card, key) != value]
+    ours = {key: getattr(card, key) for key in says} | {"rope_scaling": card.pinned_scaling}
+    wrong = [key for key, value in says.items() if key not in FREE and ours[key] != value]
     if wrong:
         raise UserError(
             "the model card does not describe this checkpoint: "
-            + "; ".join(f"{key}: card {_text(getattr(card, key))}, checkpoint {_text(says[key])}" for key in wrong),
+            + "; ".join(f"{key}: card {_text(ours[key])}, checkpoint {_text(says[key])}" for key in wrong),
             where=f"model.card, {path / 'config.json'}",
             why="rules and plan are computed from the card",
             fix="another model= or model.path=; or, if this is the model that you want, model=auto, or "
