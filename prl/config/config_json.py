@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.auto_card import FREE
-from prl.config.cards import facts_of, not_built
+from prl.config.cards import facts_of, not_built, text_config
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
+from prl.config.foreign import is_bidirectional, sees_later_tokens
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
 from prl.config.schema import ModelCard, ModelConfig
@@ -45,6 +46,8 @@ def check_card(path: Path, card: ModelCard) -> None:
     """Raise UserError unless the checkpoint's config.json agrees with the card, and its weights can be read."""
     config = read_config_json(path)
     quantisation_of(config, path / "config.json")
+    if is_bidirectional(text_config(config)):
+        raise sees_later_tokens(str(text_config(config).get("model_type")), str(path / "config.json"))
     try:
         says = facts_of(config)
     except (ValueError, TypeError, KeyError) as error:
