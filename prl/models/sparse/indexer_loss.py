@@ -4,7 +4,7 @@ arXiv:2512.02556, section 2.1.1, the sparse stage).
 For a query the target is the mean of its heads' probabilities, the prediction the softmax of the index scores, both
 over the chosen keys, and the loss KL(target || prediction). No gradient of it leaves the indexer: what it is made from
 is detached, and attention's own gradient passes through as if nothing were here. All is worked out in backward, queries
-in blocks, keys gathered, in float32; nothing is kept but what attention keeps.
+in blocks, keys gathered, added up in float32; nothing is kept but what attention keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_BYTES = 256 << 20  # of a block's gathered latents and index keys in float32
+BLOCK_BYTES = 512 << 20  # of a block's gathered latents and index keys in float32
 
 
 class Index(NamedTuple):
@@ -76,21 +76,29 @@ def index_gradients(
     for rows in loss.rows.split(size):
         places = chosen[rows]
         absent, places = places < 0, places.clamp(min=0)
-        target = _target(q[rows].to(wide), latents[places].to(wide), absent, scale)  # [B, K]
-        keys, queries, weights = index.k[places].to(wide), index.q[rows].to(wide), index.weights[rows].to(wide)
-        dots = (queries @ keys.transpose(1, 2)).relu_()  # [B, J, K]
+        target = _target(q[rows], latents[places], absent, scale)  # [B, K]
+        keys, queries, weights = index.k[places], index.q[rows], index.weights[rows].to(wide)
+        dots = _product(queries, keys.transpose(1, 2)).relu_()  # [B, J, K]
         scores = (weights[:, None] @ dots).squeeze(1).masked_fill_(absent, float("-inf"))
         predicted = scores.log_softmax(-1)
         loss.total += (target * (target.clamp(min=1e-30).log() - predicted.masked_fill(absent, 0.0))).sum().double()
         dscores = (predicted.exp() - target).mul_(loss.weight)  # [B, K]
         dweights[rows] = (dots @ dscores[..., None]).squeeze(-1).to(dweights.dtype)
-        ddots = (dscores[:, None] * weights[..., None]).masked_fill_(dots == 0, 0.0)
-        dq[rows] = (ddots @ keys).to(dq.dtype)
-        dk.index_add_(0, places.flatten(), (ddots.transpose(1, 2) @ queries).flatten(0, 1))
+        ddots = (dscores[:, None] * weights[..., None]).masked_fill_(dots == 0, 0.0).to(keys.dtype)
+        dq[rows] = _product(ddots, keys).to(dq.dtype)
+        dk.index_add_(0, places.flatten(), _product(ddots.transpose(1, 2), queries).flatten(0, 1))
     return dq, dweights, dk.to(index.k.dtype)
 
 
 def _target(queries: Tensor, keys: Tensor, absent: Tensor, scale: float) -> Tensor:
     """queries [B, H, W], keys [B, K, W], absent [B, K] -> the mean of the heads' probabilities [B, K]."""
-    scores = (queries @ keys.transpose(1, 2)).mul_(scale).masked_fill_(absent[:, None], float("-inf"))
+    scores = _product(queries, keys.transpose(1, 2)).mul_(scale).masked_fill_(absent[:, None], float("-inf"))
     return scores.softmax(-1).mean(1)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of [B, M, N] and [B, N, K], in float32 at least; on GPUs of numbers as they are, in 16 bits."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
