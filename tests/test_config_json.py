@@ -218,3 +218,10 @@ def test_experts_and_sinks_of_gpt_oss(tmp_path):
     (counted,) = problems(tmp_path, *wide, job="inference")
     assert "counts no experts" in counted.what
     assert "model.card.num_experts" in counted.fix
+
+
+def test_transformers_layers_are_asked_for_what_config_json_says(tmp_path):
+    """A card has no key for it."""
+    path = written(tmp_path, "qwen3", final_logit_softcapping=3.0)
+    (problem,) = problems(path, "model.impl=hf", job="sft")
+    assert "final_logit_softcapping" in problem.what

@@ -16,7 +16,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.config.schema import ModelCard, OptimConfig
 from prl.models.checkpoints.reading import load_checkpoint, read_tensors
 from prl.models.checkpoints.writing import copy_tokenizer, hf_tensors, save_checkpoint
-from prl.models.families.hf_causal_lm import HFCausalLM, build_hf_model
+from prl.models.families.hf_causal_lm import HFCausalLM, Packing, attend_packed, build_hf_model
 from prl.models.layers.packed_attention import packed_attention
 from prl.models.names import transformers as hf_names
 from prl.models.names.transformers import checkpoint_regions
@@ -409,3 +409,41 @@ def test_a_rope_of_transformers_alone_is_for_its_own_layers(rope, tmp_path):
         check_card(tmp_path, card)
     with pytest.raises(ConfigError, match=f"rope_type={rope}"):
         compose(auto)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("doge", {}, "attention of its own: it hands on attention_mask"),
+        ("nemotron", {}, "keeps the bounds of documents"),
+        ("gemma3_text", {"head_dim": 16, "use_bidirectional_attention": True}, "later tokens"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_before_weights_are_read(family, changes, what, tmp_path):
+    AutoConfig.for_model(family, **SIZES, **changes).save_pretrained(tmp_path)
+    card = ModelCard(family="other", head_dim=8, **{k: v for k, v in SIZES.items() if k != "intermediate_size"})
+    with pytest.raises(UserError, match=what) as caught:
+        build_hf_model(tmp_path, card)
+    assert caught.value.where == str(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_encoders_are_told_by_planning(family, changes, tmp_path):
+    AutoConfig.for_model(family, **SIZES, head_dim=8).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | changes))
+    with pytest.raises(ConfigError, match="later tokens"):
+        compose(["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte"], "sft")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [({"is_causal": False}, "later tokens"), ({"position_bias": torch.ones(1)}, "position_bias"),
+     ({"s_aux": torch.ones(4)}, "s_aux"), ({"packing": None}, "bounds of documents")],
+)  # fmt: skip
+def test_what_a_layer_hands_to_attention_is_not_dropped(given, what):
+    q = torch.randn(1, 4, 3, 8)
+    packing = Packing(packed_attention([3], q.device), torch.arange(3), 3)
+    attend_packed(torch.nn.Module(), q, q, q, None, packing=packing, position_ids=torch.arange(3))
+    with pytest.raises(UserError, match=what):
+        attend_packed(torch.nn.Module(), q, q, q, None, **{"packing": packing, **given})

@@ -79,7 +79,7 @@ def test_it_is_written_as_a_model_by_itself(tmp_path):
     card = kimi(source)
     with torch.device("meta"):
         model = build_decoder(card)
-    write_plain(model, source, target, card, torch.bfloat16)
+    write_plain(model, source, target, torch.bfloat16)
     assert not wants_a_copy(config_of(target), target)
     assert config_of(target)["architectures"] == ["DeepseekV3ForCausalLM"]
     plain, held = all_tensors(target), held_by(source, card)
@@ -99,7 +99,7 @@ def test_layers_that_predict_further_tokens_are_written_too(tmp_path):
     quantise(source, FP8, to_fp8, not_attention)
     with torch.device("meta"):
         model = build_decoder(card)
-    write_plain(model, source, target, card, torch.float32, shard_bytes=30_000)
+    write_plain(model, source, target, torch.float32, shard_bytes=30_000)
     plain = all_tensors(target)
     with open_tensors(source) as said:
         assert plain.keys() == said.keys()

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prl.config.cards import facts_of
+from prl.config.cards import OLD_CONTEXT, facts_of
 from prl.config.errors import ConfigError, UserError
 from prl.config.families import FAMILIES, Family
 from prl.config.hub import fetch_config_json
@@ -46,14 +46,15 @@ def complete_card(model: dict[str, Any]) -> None:
     except UserError as error:
         raise ConfigError([error]) from error
     said = {key: value for key, value in card.items() if value is not None}
-    wrong = [key for key in said if key in facts and key not in FREE and _plain(said[key]) != _plain(facts[key])]
+    bound = {key for key in said if key in facts and key not in FREE}
+    wrong = [key for key in said if key in bound and not _agrees(key, said[key], facts)]
     if wrong:
         raise ConfigError([_contradiction(key, said[key], facts[key], path) for key in wrong])
     if lacking := [key for key in SIZES if key not in said and key not in facts]:
         raise ConfigError([_silent(lacking, facts["family"], path)])
     family = FAMILIES.get(facts["family"], Family(""))
     usual = {"cp_styles": family.cp_styles, "ac_targets": family.ac_targets}
-    model["card"] = {**usual, **facts, **said}
+    model["card"] = {**usual, **facts, **{key: value for key, value in said.items() if key not in bound}}
     if model.get("name") == UNNAMED:
         model["name"] = Path(path).name
 
@@ -100,6 +101,15 @@ def _silent(lacking: list[str], family: str, path: str) -> UserError:
         fix=f"{' '.join(f'model.card.{key}=NUMBER' for key in lacking)}, if it has them under other names; or a "
         "checkpoint of a language model alone",
     )
+
+
+def _agrees(key: str, said: Any, facts: dict[str, Any]) -> bool:
+    """Silence about the context from before a stretched one agrees with the checkpoint's."""
+    fact = _plain(facts[key])
+    if key == "rope_scaling" and isinstance(fact, dict) and isinstance(said, dict):
+        said = {OLD_CONTEXT: fact.get(OLD_CONTEXT)} | said
+        fact = {OLD_CONTEXT: None} | fact
+    return bool(_plain(said) == fact)
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, Family
-from prl.config.schema_model import ModelCard, RopeScaling
+from prl.config.schema_model import STRETCHED, ModelCard, RopeScaling
 
 # facts of the card that config.json has under the same name; of the optional ones, those of the family
 COMMON = (
@@ -44,6 +44,7 @@ COUNTS = ("rotary_dim", "first_k_dense_replace", "index_topk_freq", "index_skip_
 
 
 BUILT_ROPES = ("default", "linear", "llama3", "yarn")
+OLD_CONTEXT = "original_max_position_embeddings"  # before it was stretched
 SAME_LAYERS = {"kimi_k2": "deepseek_v3"}  # model_type of checkpoints -> the family that has their layers
 LARGER = ("kimi_k25",)  # model_type of those whose text model, `text_config`, is read and trained by itself
 
@@ -74,8 +75,8 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
         **{family.keys.get(key, key): getattr(card, key) for key in facts if key not in _replaced(family)},
         "rope_theta": card.rope_theta,
     }
-    if card.rope_scaling is not None:
-        config["rope_scaling"] = card.rope_scaling.model_dump(exclude_none=True)
+    if card.pinned_scaling is not None:
+        config["rope_scaling"] = card.pinned_scaling.model_dump(exclude_none=True)
     if "partial_rotary_factor" in family.has:
         config["partial_rotary_factor"] = card.partial_rotary_factor
         config["rotary_dim"] = card.rotary_dim
@@ -95,6 +96,31 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
     elif "mlp_only_layers" in family.has:
         config["mlp_only_layers"] = list(card.mlp_only_layers)
     return config
+
+
+def restated(config: Mapping[str, Any], card: ModelCard) -> dict[str, Any]:
+    """The config.json of a checkpoint whose weights were trained by transformers' code, which goes by that file: they
+    are float32, and positions are as many as the card says where they turn by what does not depend on their number.
+    """
+    config = {key: _float32(value) if key == "text_config" else value for key, value in _float32(config).items()}
+    stated = card.max_position_embeddings
+    if not card.is_native or config.get("max_position_embeddings") in (None, stated):
+        return config
+    rotary = rotary_of(config)
+    if rotary["rope_type"] not in BUILT_ROPES:
+        return config
+    for section in ("rope_parameters", "rope_scaling"):
+        if config.get(section) and OLD_CONTEXT in rotary:  # silence would say another from now on
+            config[section] = {**config[section], OLD_CONTEXT: rotary[OLD_CONTEXT]}
+    return {**config, "max_position_embeddings": stated}
+
+
+def _float32(config: Any) -> Any:
+    """Masters are, and exports are of these."""
+    if not isinstance(config, Mapping):
+        return config
+    rest = {key: value for key, value in config.items() if key != "torch_dtype"}
+    return rest | ({"dtype": "float32"} if "dtype" in config or "torch_dtype" in config else {})
 
 
 def _replaced(family: Family) -> tuple[str, ...]:
@@ -209,6 +235,8 @@ def _layers(config: Mapping[str, Any], silent: str) -> dict[str, Any]:
 
 def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What it says of rotary embeddings: `rope_parameters` in files of transformers 5, `rope_scaling` in those of 4.
+    Of a stretched context the old one is there, as transformers has it: config.json's own where it says no other.
+
     Raises UserError where both stand there and differ: transformers goes by the second alone, and forgets the first's
     `rope_theta`, which nobody can have meant.
     """
@@ -226,7 +254,11 @@ def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
             why="engines and transformers go by rope_scaling alone where both are there",
             fix="all of it under rope_parameters, with rope_theta, and no rope_scaling in config.json",
         )
-    return sections[1] if given == ["rope_parameters"] else sections[0]
+    section = sections[1] if given == ["rope_parameters"] else sections[0]
+    if section["rope_type"] in STRETCHED:
+        old = config.get(OLD_CONTEXT) or section.get(OLD_CONTEXT) or config.get("max_position_embeddings")
+        section |= {OLD_CONTEXT: old} if old else {}
+    return section
 
 
 def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -245,6 +277,8 @@ def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: F
         known = {key: value for key, value in rotary.items() if key in RopeScaling.model_fields and value is not None}
         kind = rotary["rope_type"]
         is_scaled = kind in BUILT_ROPES and kind != "default"  # others are for transformers' own layers: `not_built`
+        if is_scaled and kind in STRETCHED and OLD_CONTEXT not in known:
+            raise ValueError(f"rotary embeddings are stretched ({kind}) from a context that it does not say")
         found["rope_scaling"] = RopeScaling.model_validate(known) if is_scaled else None
     return found
 

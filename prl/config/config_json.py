@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.auto_card import FREE
-from prl.config.cards import facts_of, not_built
+from prl.config.cards import facts_of, not_built, text_config
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
+from prl.config.foreign import is_bidirectional, sees_later_tokens
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
 from prl.config.schema import ModelCard, ModelConfig
@@ -45,6 +46,8 @@ def check_card(path: Path, card: ModelCard) -> None:
     """Raise UserError unless the checkpoint's config.json agrees with the card, and its weights can be read."""
     config = read_config_json(path)
     quantisation_of(config, path / "config.json")
+    if is_bidirectional(text_config(config)):
+        raise sees_later_tokens(str(text_config(config).get("model_type")), str(path / "config.json"))
     try:
         says = facts_of(config)
     except (ValueError, TypeError, KeyError) as error:
@@ -65,11 +68,12 @@ def check_card(path: Path, card: ModelCard) -> None:
             fix=("another checkpoint" if FAMILIES[card.family].is_ours_alone else FOREIGN)
             + (", or remove it from config.json if sequences are short" if "rope_type" in odd else ""),
         )
-    wrong = [key for key, value in says.items() if key not in FREE and getattr(card, key) != value]
+    ours = {key: getattr(card, key) for key in says} | {"rope_scaling": card.pinned_scaling}
+    wrong = [key for key, value in says.items() if key not in FREE and ours[key] != value]
     if wrong:
         raise UserError(
             "the model card does not describe this checkpoint: "
-            + "; ".join(f"{key}: card {_text(getattr(card, key))}, checkpoint {_text(says[key])}" for key in wrong),
+            + "; ".join(f"{key}: card {_text(ours[key])}, checkpoint {_text(says[key])}" for key in wrong),
             where=f"model.card, {path / 'config.json'}",
             why="rules and plan are computed from the card",
             fix="another model= or model.path=; or, if this is the model that you want, model=auto, or "

@@ -36,6 +36,8 @@ def not_trainable(fields: Mapping[str, Any], where: str) -> UserError | None:
             why="an indexer chooses each query's keys, and transformers' lets it choose those of other documents",
             fix=custom or "a model with dense attention",
         )
+    if is_bidirectional(fields):
+        return sees_later_tokens(kind, where)
     odd = sorted(layers - KNOWN_LAYERS)
     if odd or "M" in str(fields.get("hybrid_override_pattern") or ""):
         return carries_state(kind, ", ".join(odd), where)
@@ -69,3 +71,28 @@ def has_sinks(kind: str, where: str) -> UserError:
         why="the packed attention kernels do not know them",
         fix="another model",
     )
+
+
+def is_bidirectional(fields: Mapping[str, Any]) -> bool:
+    """Whether config.json turns a language model into an encoder. Of "vision" it is images alone that see ahead."""
+    return fields.get("is_causal") is False or fields.get("use_bidirectional_attention") in (True, "all")
+
+
+def sees_later_tokens(kind: str, where: str) -> UserError:
+    return UserError(
+        f"{kind} attends to later tokens, too.",
+        where=where,
+        why="a policy predicts the next token from those before it; attention here is causal",
+        fix="a model of causal attention (config.json: is_causal, use_bidirectional_attention)",
+    )
+
+
+def attends_otherwise(kind: str, given: str, where: str) -> UserError:
+    """given: what it hands to attention; nothing: it keeps something from it."""
+    if given:
+        what = f"{kind} has attention of its own: it hands on {given}."
+        why = "documents of a row are kept apart by our attention, which knows scores, windows and caps alone"
+    else:
+        what = f"{kind} keeps the bounds of documents from its attention."
+        why = "documents of a row are kept apart by our attention, which every layer has to tell them"
+    return UserError(what, where=where, why=why, fix="another model, or a custom implementation in prl/models")

@@ -48,6 +48,9 @@ class RopeScaling(BaseModel):
     truncate: bool | None = None
 
 
+STRETCHED = ("llama3", "yarn", "longrope")  # types of scaling that go by the context from before
+
+
 class ModelCard(Group):
     """Architecture facts that rules and the plan need before any checkpoint is opened.
 
@@ -152,6 +155,14 @@ class ModelCard(Group):
     def is_native(self) -> bool:
         """Whether prl/models has layers for it; transformers' own otherwise."""
         return self.family != "other"
+
+    @property
+    def pinned_scaling(self) -> RopeScaling | None:
+        """With the context from before, for which a card that does not say it has its own."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.original_max_position_embeddings or scaling.rope_type not in STRETCHED:
+            return scaling
+        return scaling.model_copy(update={"original_max_position_embeddings": self.max_position_embeddings})
 
     @property
     def rotary_dim(self) -> int:

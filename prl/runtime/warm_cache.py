@@ -14,7 +14,7 @@ from prl.config.rules.names import as_file_name
 from prl.config.schema import RunConfig
 from prl.runtime.directory.own_modules import files_of, find_own_modules, hash_of
 
-PLAIN_FORMAT = 1  # of a checkpoint as engines want it; another number makes it anew
+PLAIN_FORMAT = 2  # of a checkpoint as engines want it; another number makes it anew
 TARGET = "target.json"  # in the directory of the stage that writes it: where to
 
 

@@ -28,7 +28,7 @@ def main(ctx: ChildContext) -> None:
     check_card(source, card_of_impl(config.model))
     target = Path((read_object(ctx.run_dir / TARGET) or {})["target"])
     try:
-        write_plain(build_meta(config, source), source, target, config.model.card, compute_dtype(config), ctx.beat)
+        write_plain(build_meta(config, source), source, target, compute_dtype(config), ctx.beat)
     except ValueError as error:
         raise UserError(
             f"the checkpoint cannot be loaded: {error}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from prl.config.cards import card_to_hf_config, text_config
 from prl.config.config_json import card_of_impl, check_card, read_config_json
@@ -39,21 +40,22 @@ def checkpoint_fits_the_card(config: RunConfig, world: World) -> Iterator[UserEr
 
 
 def transformers_layers_can_be_trained(config: RunConfig, world: World) -> Iterator[UserError]:
-    """As far as the card says so, or of other families config.json."""
+    """As far as config.json says so, or the card where it is not at hand."""
     model = config.model
     if not is_transformers_code(model) or model.impl == "custom":
         return
     directory = checkpoint_at_hand(config)
     where = f"model.impl={model.impl}, model.path={model.path}"
-    if model.card.is_native:
-        fields = card_to_hf_config(model.card)
-        fields["hybrid_override_pattern"] = model.card.hybrid_override_pattern
-    elif directory is not None:
+    fields: dict[str, Any] = {}
+    if directory is not None:
         try:
             fields = dict(text_config(read_config_json(directory)))
         except UserError:  # told by `checkpoint_fits_the_card`
             return
-    else:
+    elif not model.card.is_native:
         return
+    if model.card.is_native:
+        fields = fields or card_to_hf_config(model.card)
+        fields["hybrid_override_pattern"] = model.card.hybrid_override_pattern
     if (error := not_trainable(fields, where)) is not None:
         yield error

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prl.config.schema import ModelCard
 from prl.models.checkpoints.dequantising import Dequantised
 from prl.models.checkpoints.further_layers import further_layers
 from prl.models.checkpoints.reading import open_tensors
@@ -20,7 +19,6 @@ def write_plain(
     model: Decoder,
     source: Path,
     target: Path,
-    card: ModelCard,
     dtype: torch.dtype,
     beat: Callable[[], None] = lambda: None,
     shard_bytes: int = SHARD_BYTES,
@@ -47,5 +45,5 @@ def write_plain(
 
     with further_layers(model, source) as further:
         more = further.config
-    save_checkpoint(tensors(), target, card, shard_bytes, more)
+    save_checkpoint(tensors(), target, model.card, shard_bytes, more)
     copy_tokenizer(source, target, more)

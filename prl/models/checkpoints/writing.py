@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prl.config.cards import card_to_hf_config
+from prl.config.cards import card_to_hf_config, restated
 from prl.config.config_json import read_config_json
 from prl.config.families import NOTHING
 from prl.config.quantised import without_section
@@ -49,11 +49,14 @@ def export_checkpoint(
 ) -> None:
     """All that a checkpoint of `model` at `target` needs to stand alone: its `tensors`, and from the checkpoint at
     `source` the layers that predict further tokens, tokenizer and chat template.
+
+    Models of transformers keep the source's config.json, also where `card` is of a family with layers here: it says
+    what no card does.
     """
     with further_layers(model, source) as further:
         whole = chain(tensors, further.tensors(model.head_weight.dtype))
-        save_checkpoint(whole, target, card, shard_bytes, further.config)
-    copy_tokenizer(source, target, further.config)
+        save_checkpoint(whole, target, model.card, shard_bytes, further.config)
+    copy_tokenizer(source, target, further.config, card)
 
 
 def save_checkpoint(
@@ -94,11 +97,14 @@ def save_checkpoint(
         write_config_json(card_to_hf_config(card) | dict(more), path)
 
 
-def copy_tokenizer(source: Path, target: Path, more: Mapping[str, Any] = NOTHING) -> None:
+def copy_tokenizer(
+    source: Path, target: Path, more: Mapping[str, Any] = NOTHING, trained: ModelCard | None = None
+) -> None:
     """Copy what is not weights (tokenizer, chat template, generation config), so that the export stands alone. Where
     the source is gone, a warning says so.
 
-    A config.json that is not there yet is the source's, without its quantisation, and with the keys of `more`.
+    A config.json that is not there yet is the source's, without its quantisation, with the keys of `more`, and with
+    what training changes where weights are `trained` by this card.
     """
     if not source.is_dir():
         log.warning("%s is without tokenizer and chat template: %s, which had them, is gone", target, source)
@@ -111,7 +117,7 @@ def copy_tokenizer(source: Path, target: Path, more: Mapping[str, Any] = NOTHING
         config = without_section(read_config_json(source))
         inner = config.get("text_config") or {}
         (inner if any(key in inner for key in more) else config).update(more)
-        write_config_json(config, target)
+        write_config_json(config if trained is None else restated(config, trained), target)
 
 
 def write_config_json(config: Mapping[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ its attention through the `attend` of the caller: packed documents are separated
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
-from prl.config.foreign import carries_state, has_sinks, not_trainable
+from prl.config.foreign import attends_otherwise, carries_state, has_sinks, not_trainable, sees_later_tokens
 from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
@@ -31,6 +32,7 @@ from prl.models.names.region import Region, cut
 from prl.models.names.transformers import checkpoint_regions
 
 ATTENTION = "prl_packed"
+ASIDE = ("position_ids",)  # tensors that a model hands to its attention, and that change nothing there
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,15 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
     with meta_parameters():
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     lm.tie_weights()
+    # no dropout is at work, whatever config.json says: engines sample without, and recomputed layers would draw other
+    # numbers the second time
+    lm.eval()
     check_states(lm, path)
     check_head_bias(lm, path)
     check_sinks(lm, path)
     check_empty(lm, path)
-    # in eval mode no dropout is at work, whatever config.json says: engines sample without, and recomputed layers would
-    # draw other numbers the second time
-    return HFCausalLM(lm.eval(), card.model_copy(update={"family": "other"}))
+    check_calls(lm, path)
+    return HFCausalLM(lm, card.model_copy(update={"family": "other"}))
 
 
 def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
@@ -249,6 +253,30 @@ def check_empty(lm: PreTrainedModel, path: Path | None) -> None:
         )
 
 
+def check_calls(lm: PreTrainedModel, path: Path | None) -> None:
+    """What its layers hand to attention, as far as they get without numbers: into the first one. Of others
+    `attend_packed` would say so at the first step.
+    """
+
+    def reached(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise _ReachedError
+
+    ids = torch.zeros(2, dtype=torch.int64, device="meta")
+    base = copy.deepcopy(lm.base_model).to("meta")  # some keep tensors of a forward pass
+    try:
+        with torch.no_grad():
+            base(input_ids=ids[None], position_ids=ids[None], use_cache=False, packing=Packing(reached, ids, 1))
+    except UserError as error:
+        error.where = str(path)
+        raise
+    except (_ReachedError, RuntimeError):  # the second: what it does before depends on numbers
+        return
+
+
+class _ReachedError(Exception):
+    """Attention is called as it should be."""
+
+
 @contextmanager
 def meta_parameters() -> Iterator[None]:
     """Parameters created within go to the meta device; buffers are real, because nobody could compute them later."""
@@ -276,22 +304,24 @@ def attend_packed(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D]."""
-    if s_aux is not None:
-        raise UserError(
-            "Attention sinks are not supported.",
-            where=type(module).__name__,
-            why="the packed attention kernels do not know them",
-            fix="another model",
-        )
+    """transformers' attention interface: query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D].
+
+    Raises UserError for attention that this is not: with masks, sinks or biases of a model's own, in both directions.
+    """
+    name = type(module).__name__
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise sees_later_tokens(name, name)
+    odd = [key for key, value in others.items() if isinstance(value, Tensor) and key not in ASIDE]
+    if attention_mask is not None or odd or packing is None:
+        raise attends_otherwise(name, "attention_mask" if attention_mask is not None else ", ".join(odd), name)
     assert not dropout, "models run in eval mode"
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [N, H, D]
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling

@@ -29,24 +29,25 @@ def rotary_frequencies(card: ModelCard, device: torch.device) -> tuple[Tensor, f
     """Radians per position [R/2] float32, and what cos and sin are multiplied by."""
     dims = torch.arange(0, card.rotary_dim, 2, device=device, dtype=torch.float32)
     frequencies = card.rope_theta ** -(dims / card.rotary_dim)
-    scaling = card.rope_scaling
+    scaling = card.pinned_scaling
     if scaling is None:
         return frequencies, 1.0
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.rope_type == "llama3":
-        return _llama3(frequencies, scaling, card), 1.0
+        return _llama3(frequencies, scaling), 1.0
     return _yarn(frequencies, scaling, card), yarn_scale(scaling)
 
 
-def _old_context(scaling: RopeScaling, card: ModelCard) -> int:
-    return scaling.original_max_position_embeddings or card.max_position_embeddings
+def _old_context(scaling: RopeScaling) -> int:
+    assert scaling.original_max_position_embeddings is not None, "the card's own where it does not say another"
+    return scaling.original_max_position_embeddings
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScaling, card: ModelCard) -> Tensor:
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow ones divided, fast ones kept, those between blended by their turns within the old context."""
     low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
-    turns = _old_context(scaling, card) * frequencies / (2 * math.pi)
+    turns = _old_context(scaling) * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
@@ -56,7 +57,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, card: ModelCard) -> Tensor:
     fast, slow = scaling.beta_fast or 32.0, scaling.beta_slow or 1.0
 
     def dimension_of(turns: float) -> float:
-        ratio = _old_context(scaling, card) / (turns * 2 * math.pi)
+        ratio = _old_context(scaling) / (turns * 2 * math.pi)
         return card.rotary_dim * math.log(ratio) / (2 * math.log(card.rope_theta))
 
     first, last = dimension_of(fast), dimension_of(slow)
