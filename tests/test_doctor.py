@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from dataclasses import replace
 from importlib.metadata import metadata
 from pathlib import Path
@@ -18,8 +20,8 @@ from prl.config.errors import UserError
 from prl.config.packages import DEEP_EP, DEEP_GEMM, FLASH_ATTENTION_4, PACKAGES, VLLM
 from prl.config.schema import SlurmConfig
 from prl.doctor.__main__ import judge, needs_on
-from prl.doctor.asking import Asker, limit_from
-from prl.doctor.facts import Collective, Facts, PackageFacts, TorchFacts, is_there, links_of
+from prl.doctor.asking import Answer, Asker, limit_from
+from prl.doctor.facts import Collective, Facts, PackageFacts, TorchFacts, is_there, links_of, look
 from prl.doctor.finding import Finding
 from prl.doctor.host import HostFacts, infiniband
 from prl.doctor.judging import judge_package
@@ -387,6 +389,42 @@ def test_who_does_not_answer_is_left_alone() -> None:
     assert Asker().ask("no-such-program-at-all").code == 127
     killed = Asker().ask(sys.executable, "-c", "import os; os.kill(os.getpid(), 11)")
     assert killed.last_line == "ended by SIGSEGV"
+
+
+def test_who_leaves_early_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def hang(asker: Asker, *command: str, **more: object) -> Answer:
+        asked.append(command[0])
+        return ask(asker, sys.executable, "-c", "import time; time.sleep(600)")
+
+    def waits_for_nobody(backend: str, asker: Asker) -> Collective:
+        time.sleep(0.5)  # until others have begun to ask
+        raise KeyboardInterrupt
+
+    ask = Asker.ask
+    monkeypatch.setattr(Asker, "ask", hang)
+    monkeypatch.setattr("prl.doctor.facts._collective", waits_for_nobody)
+    monkeypatch.setattr("prl.doctor.facts.ask_slurm", lambda asker: SlurmFacts())
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        look({"output_dir": "/tmp"}, 0, Asker(600))
+    assert time.monotonic() - began < 20
+    assert asked
+
+
+def test_a_disk_that_is_too_slow_keeps_nothing_of_what_was_written(tmp_path: Path) -> None:
+    slow = "import sys, time; from prl.doctor import probe_disk; probe_disk.speed = lambda path: time.sleep(600); "
+    asker = Asker(600)
+    asking = threading.Thread(target=asker.ask, args=(sys.executable, "-c", f"{slow}probe_disk.main()", str(tmp_path)))
+    asking.start()
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert any(tmp_path.iterdir())
+    asker.stop()
+    asking.join(60)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("said", ["soon", "0", "-3", "nan", "inf"])

@@ -96,11 +96,29 @@ def test_lines_that_cannot_be_read_count_as_none(tmp_path: Path) -> None:
     for name, lines in NO_LINES.items():
         bad, good = "".join(line + "\n" for line in lines), (run / name).read_text() if (run / name).exists() else ""
         (run / name).write_text(bad + good if name.startswith("metrics") else good + bad)  # offsets are rollouts' names
-    assert [view(tmp_path, name, **query) for name, query in views] == before
+    after = [view(tmp_path, name, **query) for name, query in views]
+    assert all(" has lines that cannot be read: " in fault for fault in after[2][1].pop("faults"))
+    assert before[2][1].pop("faults") == []
+    assert after == before
     assert read_point(run, "run").figures == figures
     assert before[0][0] == before[1][0] == before[2][0] == 200
     assert curves.is_number(1)
     assert not curves.is_number(10**400)
+
+
+def test_rollouts_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {"seed": "1"})
+    (run / "rollouts/trainer.0-000001.jsonl").unlink()
+    (run / "rollouts/trainer.0-000001.jsonl").mkdir()
+    (run / "rollouts/rollouts-000001.jsonl").write_text("{torn\n[]\n\n")
+    (run / "failures.jsonl").write_text('{"version": 1}\n{"version"\n')
+    _, found = view(tmp_path, "rollouts", run="run")
+    assert found["total"] == 1
+    assert found["faults"] == [
+        "failures.jsonl has lines that cannot be read: 1 of 2",
+        "rollouts/rollouts-000001.jsonl has lines that cannot be read: 2 of 2",
+        "rollouts/trainer.0-000001.jsonl cannot be read: Is a directory",
+    ]
 
 
 @pytest.mark.timeout(60)

@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from prl.runtime.process.python_path import python_command, python_path
 LIMIT = "PRL_DOCTOR_LIMIT_S"  # the variable that sets how long all of it may take, for machines that are slow or busy
 LIMIT_S = 90.0  # each program has half of it: a cold disk makes the first import of torch or vLLM take 20 s
 REAP_S = 0.5
+LOOK_S = 0.1  # how often who waits for an answer looks whether it is still wanted
 LINE_WIDTH = 300  # characters kept of a last line
 
 
@@ -69,10 +71,15 @@ class Asker:
         limit_s = limit_from(os.environ) if limit_s is None else limit_s
         self.probe_limit_s = limit_s / 2
         self.deadline = time.monotonic() + limit_s
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Nobody wants to know any more: what is asked is ended, in whatever thread, and nothing more is asked."""
+        self.stopped.set()
 
     def ask(self, *command: str, env: Mapping[str, str] | None = None) -> Answer:
         limit_s = min(self.probe_limit_s, self.deadline - time.monotonic())
-        if limit_s <= 0:
+        if limit_s <= 0 or self.stopped.is_set():
             return Answer(None, limit_s=0)
         try:
             process = subprocess.Popen(
@@ -87,12 +94,13 @@ class Asker:
             )
         except OSError as error:
             return Answer(127, err=f"{command[0]}: {error.strerror}")
-        try:
-            out, err = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            _abandon(process)
-            return Answer(None, limit_s=limit_s)
-        return Answer(process.returncode, out, err)
+        until = time.monotonic() + limit_s
+        while (left := until - time.monotonic()) > 0 and not self.stopped.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                out, err = process.communicate(timeout=min(LOOK_S, left))
+                return Answer(process.returncode, out, err)
+        _abandon(process)
+        return Answer(None, limit_s=limit_s)
 
     def ask_python(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> Answer:
         """A module of ours, run as the processes of a run are."""
@@ -120,7 +128,13 @@ def limit_from(environment: Mapping[str, str]) -> float:
 
 
 def _abandon(process: subprocess.Popen[str]) -> None:
-    """Kill it with all that it started. One that waits for a disk or a driver for ever cannot be waited for."""
+    """End it with all that it started: told first, so that it removes what it has written, then killed. One that waits
+    for a disk or a driver for ever cannot be waited for.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(REAP_S)
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     for stream in (process.stdout, process.stderr):

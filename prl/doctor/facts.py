@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -91,7 +92,7 @@ def look(directories: Mapping[str, str], port: int, asker: Asker) -> Facts:
     """Ask everything. `directories`: key of the configuration -> the directory to measure."""
     found_conflicts = conflicts(have := installed())
     modules = [*BASE, *(package.module for package in PACKAGES)]
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    with ThreadPoolExecutor(AT_A_TIME) as pool, _stopped_with(asker):
         # the disk first, while nothing else reads from it
         disks = pool.submit(lambda: {key: _disk(path, asker) for key, path in directories.items()})
         torch = pool.submit(_torch, asker)
@@ -119,6 +120,16 @@ def look(directories: Mapping[str, str], port: int, asker: Asker) -> Facts:
             look_at_host(port),
             available_memory_gib(),
         )
+
+
+@contextlib.contextmanager
+def _stopped_with(asker: Asker) -> Iterator[None]:
+    """Whoever leaves early (Ctrl-C) does not wait for answers: the threads of a pool are waited for."""
+    try:
+        yield
+    except BaseException:
+        asker.stop()
+        raise
 
 
 def _disk(path: str, asker: Asker) -> dict[str, Any]:

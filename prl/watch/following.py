@@ -28,6 +28,7 @@ class Lines:
         self.path = path
         self.offset = 0
         self.inode = 0
+        self.error = ""  # why it cannot be read, though it is there
 
     def was_replaced(self) -> bool:
         try:
@@ -40,6 +41,7 @@ class Lines:
 
     def new(self) -> Iterator[Line]:
         """Whole lines that were appended since the last call."""
+        self.error = ""
         try:
             with open_regular(self.path) as file:
                 while True:
@@ -58,8 +60,10 @@ class Lines:
                         yield Line(self.path, self.offset, data[begin : stop - 1])
                         self.offset += stop - begin
                         begin = stop
-        except OSError:
+        except FileNotFoundError:
             return
+        except OSError as error:
+            self.error = error.strerror or str(error)
 
 
 def read_line(path: Path, offset: int) -> bytes:

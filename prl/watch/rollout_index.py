@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from prl.config.console import one_line
 from prl.metrics import rollouts as files
 from prl.orchestrator.failure_log import FILE_NAME as FAILURES
 from prl.runtime.directory.files import parse_json, parse_object
@@ -35,6 +37,8 @@ class RolloutIndex:
         self.by_id: dict[str, Entry] = {}
         self.trained: dict[tuple[int, str], Entry] = {}  # (step, document) -> what a trainer rank wrote of it
         self.tokens: dict[int, bytes] = {}
+        self.lines: Counter[Path] = Counter()  # that were read of each file, and those of them that tell nothing
+        self.unreadable: Counter[Path] = Counter()
 
     def poll(self) -> None:
         """Read what was appended. All anew where a file was cut back or given up."""
@@ -44,13 +48,15 @@ class RolloutIndex:
         fresh = len(self.entries)
         for kind in files.trainer_kinds(self.run_dir):
             for line in self._new(files.segments(self.run_dir, kind)):
-                self._take_trained(line)
+                self._count(line, self._take_trained(line))
         for line in self._new(files.segments(self.run_dir, files.TOKENS)):
-            self.tokens |= files.read_tokens([parse_object(line.data) or {}])
+            row = parse_object(line.data)
+            self.tokens |= files.read_tokens([row or {}])
+            self._count(line, row is not None)
         for line in self._new(files.segments(self.run_dir, files.ROLLOUTS)):
-            self._take(line)
+            self._count(line, self._take(line))
         for line in self._new([self.run_dir / FAILURES]):
-            self._take_failure(line)
+            self._count(line, self._take_failure(line))
         for entry in self.entries if len(self.trained) > before else self.entries[fresh:]:
             self._join(entry)
 
@@ -62,19 +68,35 @@ class RolloutIndex:
             found += lines.new()
         return found
 
-    def _take(self, line: Line) -> None:
+    def _count(self, line: Line, is_readable: bool) -> None:
+        if line.data.strip():
+            self.lines[line.path] += 1
+            self.unreadable[line.path] += not is_readable
+
+    def faults(self) -> list[str]:
+        """A sentence for each file that cannot be read, or of which some lines cannot."""
+        found = {path: f"cannot be read: {lines.error}" for path, lines in self.followed.items() if lines.error}
+        for path, count in self.unreadable.items():
+            if count and path not in found:
+                found[path] = f"has lines that cannot be read: {count} of {self.lines[path]}"
+        return [one_line(f"{path.relative_to(self.run_dir)} {why}") for path, why in sorted(found.items())]
+
+    def _take(self, line: Line) -> bool:
+        """Whether it tells of a rollout."""
         row = parse_object(line.data)
         if row is None or not isinstance(row.get("step"), int):
-            return
+            return False
         entry = {key: row.get(key) for key in LIGHT}
         documents = [str(sample.get("document")) for sample in _samples(row)]
         self._add(entry, line, documents)
+        return True
 
-    def _take_failure(self, line: Line) -> None:
+    def _take_failure(self, line: Line) -> bool:
         row = parse_object(line.data)
         if row is not None:
             known = {key: row.get(key) for key in LIGHT} | {"step": row.get("version"), "why": "failed"}
             self._add(known | {"reward": None, "env": str(row.get("env")), "task": str(row.get("task"))}, line, [])
+        return row is not None
 
     def _add(self, entry: Entry, line: Line, documents: list[Any]) -> None:
         name = f"{line.path.stem}:{line.offset}"  # stays the same, whatever comes or goes
@@ -83,11 +105,13 @@ class RolloutIndex:
         self.entries.append(entry)
         self.by_id[name] = entry
 
-    def _take_trained(self, line: Line) -> None:
+    def _take_trained(self, line: Line) -> bool:
         row = parse_object(line.data)
-        if row is not None and isinstance(row.get("step"), int) and isinstance(row.get("document"), str):
-            kept = {key: row.get(key) for key in ("mismatch", "mismatch_max")}
-            self.trained[row["step"], row["document"]] = kept | {"_place": (line.path, line.offset)}
+        if row is None or not isinstance(row.get("step"), int) or not isinstance(row.get("document"), str):
+            return False
+        kept = {key: row.get(key) for key in ("mismatch", "mismatch_max")}
+        self.trained[row["step"], row["document"]] = kept | {"_place": (line.path, line.offset)}
+        return True
 
     def _join(self, entry: Entry) -> None:
         found = [self.trained[at] for name in entry["_documents"] if (at := (entry["step"], name)) in self.trained]
@@ -103,7 +127,8 @@ class RolloutIndex:
         lacking = [e for e in found if not isinstance(e.get(sort), int | float)]
         chosen = (having + lacking)[first : first + count]
         choices = {key: sorted({str(e.get(key)) for e in self.entries}) for key in ("split", "env", "outcome")}
-        return {"total": len(found), "first": first, "choices": choices, "entries": [_shown(e) for e in chosen]}
+        told = {"total": len(found), "first": first, "choices": choices, "faults": self.faults()}
+        return told | {"entries": [_shown(e) for e in chosen]}
 
     def whole(self, name: str) -> dict[str, Any]:
         """One rollout with messages and tokens. Raises LookupError where it is gone."""

@@ -29,7 +29,8 @@ async function rolloutsPage(query) {
   const pages = el("p", {}, `${found.total ? first + 1 : 0} to ${last} of ${found.total} `,
     first > 0 ? el("a", { href: link("rollouts", { ...query, first: Math.max(0, first - PAGE) }) }, "← before") : null, " ",
     last < found.total ? el("a", { href: link("rollouts", { ...query, first: first + PAGE }) }, "more →") : null);
-  return [el("div", { class: "filters" }, filters, step), pages, table(headings, rows)];
+  const faults = found.faults.map((why) => el("p", { class: "bad" }, why));
+  return [el("div", { class: "filters" }, filters, step), faults, pages, table(headings, rows)];
 }
 
 // a value's place between the least and the most of its kind, as a colour
