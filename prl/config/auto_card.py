@@ -9,12 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prl.config.cards import OLD_CONTEXT, facts_of
+from prl.config.cards import facts_of
 from prl.config.errors import ConfigError, UserError
 from prl.config.families import FAMILIES, Family
 from prl.config.hub import fetch_config_json
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
+from prl.config.schema_model import OLD_CONTEXT
 
 UNNAMED = "auto"
 NO_PATH = UserError(

@@ -23,7 +23,15 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
-from prl.config.foreign import attends_otherwise, carries_state, has_sinks, not_trainable, sees_later_tokens
+from prl.config.foreign import (
+    attends_otherwise,
+    carries_state,
+    has_sinks,
+    not_trainable,
+    sees_later_tokens,
+    switches,
+    switching_ropes,
+)
 from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
@@ -55,6 +63,7 @@ class HFCausalLM(nn.Module):
         self._lm = (lm,)  # in a tuple, so that it is no child of its own
         self._aliases = tied_names(self)
         self._regions = checkpoint_regions(lm)
+        self._switching = switching_ropes(lm.config.get_text_config().to_dict())
 
     @property
     def lm(self) -> PreTrainedModel:
@@ -83,6 +92,10 @@ class HFCausalLM(nn.Module):
         """As `Decoder.forward`; routing cannot be replayed."""
         assert recorder is None, "transformers' routers can be neither recorded nor replayed"
         packing = Packing(attend, positions, int(positions.max()) + 1)
+        for rope, limit in self._switching:
+            if packing.longest > limit:
+                told = f"one has {packing.longest}"
+                raise switches(self.lm.config.model_type, rope, limit, type(self.lm).__name__, told)
         output = self.lm.base_model(
             input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packing=packing
         )
