@@ -28,6 +28,7 @@ from prl.models.names.region import Region
 from prl.models.sharding import is_sharded, place_of
 
 INDEX = "model.safetensors.index.json"
+ROWS = 4096  # of a matrix that are compared at once
 
 
 def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -43,7 +44,9 @@ def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.de
 def load_checkpoint(model: Decoder, path: Path, params: Mapping[str, Tensor] | None = None) -> None:
     """`load_weights` from the files at `path`. Raises UserError when they are damaged or do not fit the model."""
     try:
-        load_weights(model, read_tensors(path), params)
+        with open_tensors(path) as tensors:
+            load_weights(model, tensors.items(), params)
+            _check_tied(dict(params or model.named_parameters()), model, tensors)
     except ValueError as error:
         raise UserError(
             f"the checkpoint cannot be loaded: {error}",
@@ -175,6 +178,32 @@ def _shape_of(region: Region, param: Tensor) -> list[int]:
     """Of the checkpoint tensor that fills `region`; `param` has its whole shape, sharded or not."""
     shape = list(param.shape)[0 if region.expert is None else 1 :]
     return [region.rows[1] - region.rows[0], *shape[1:]] if region.rows else shape
+
+
+def _check_tied(params: Mapping[str, Tensor], model: Decoder, tensors: Mapping[str, Any]) -> None:
+    """Raise UserError for a head that is stored, and is not the embedding that config.json says it is."""
+    for name, tensor in tensors.items():
+        tied = model.tied_to(name)
+        if tied is not None and tied in params and not _agrees(params[tied], tensor):
+            raise UserError(
+                f"{name} is stored with other numbers than the embedding, which it is to be.",
+                where=f"tie_word_embeddings=true, {name} of the checkpoint",
+                why="one of the two is wrong: transformers goes by the files, engines by config.json",
+                fix="tie_word_embeddings=false in config.json if the head is its own, else files without it",
+            )
+
+
+def _agrees(param: Tensor, tensor: Any) -> bool:
+    """Whether a whole tensor of a checkpoint has the numbers of the part of `param` that this rank holds."""
+    local, start = param.data, 0
+    if is_sharded(param):
+        local, start = param.to_local(), place_of(param)[1][0]
+    for first in range(0, len(local), ROWS):
+        rows = local[first : first + ROWS]
+        stored = tensor[start + first : start + first + len(rows)].to(rows)
+        if stored.shape != rows.shape or not torch.allclose(stored, rows, rtol=0, atol=0, equal_nan=True):
+            return False
+    return True
 
 
 def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:

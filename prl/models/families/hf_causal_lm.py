@@ -117,6 +117,10 @@ class HFCausalLM(nn.Module):
         dropped = hf_name in self._aliases or hf_name.endswith(".inv_freq") or self.is_further(hf_name)
         return None if dropped or (hf_name == "lm_head.weight" and self.card.tie_word_embeddings) else Region(hf_name)
 
+    def tied_to(self, hf_name: str) -> str | None:
+        """As `Decoder.tied_to`."""
+        return self._aliases.get(hf_name)
+
     def own_name(self, hf_name: str) -> str | None:
         """As `Decoder.own_name`: checkpoints are this model's alone."""
         return hf_name
