@@ -49,6 +49,7 @@ FAMILIES = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 50, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3},
     "olmo2": {},
+    "apertus": {"pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
     "qwen3_moe": {**EXPERTS, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4},

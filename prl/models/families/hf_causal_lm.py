@@ -259,7 +259,16 @@ def check_sinks(lm: PreTrainedModel, path: Path | None) -> None:
 
 
 def check_empty(lm: PreTrainedModel, path: Path | None) -> None:
-    """Matrices of a part that the model has none of (n_shared_experts=0): FSDP fails on them in backward."""
+    """Matrices of a part that the model has none of (n_shared_experts=0): FSDP fails on them in backward. And numbers
+    by themselves, of which it cannot give each rank some rows.
+    """
+    if alone := [name for name, param in lm.named_parameters() if not param.dim()]:
+        raise UserError(
+            f"{lm.config.model_type} has parameters of no dimension: {alone[0]}.",
+            where=str(path),
+            why="parameters are sharded by their rows",
+            fix="another model, or a custom implementation in prl/models",
+        )
     empty = [name for name, param in lm.named_parameters() if not param.numel()]
     if empty:
         raise UserError(
