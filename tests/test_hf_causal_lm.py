@@ -49,6 +49,7 @@ FAMILIES = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 50, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 3},
     "olmo2": {},
+    "apertus": {"pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
     "qwen3_moe": {**EXPERTS, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4},
@@ -403,7 +404,16 @@ def test_a_rope_of_transformers_alone_is_for_its_own_layers(rope, tmp_path):
     config["rope_parameters"] = {"rope_type": rope, "factor": 2.0, "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     auto = ["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte"]
-    card = compose([*auto, "model.impl=hf", "inference=vllm"]).model.card
+    theirs = [*auto, "model.impl=hf", "inference=vllm"]
+    if rope == "dynamic":
+        with pytest.raises(ConfigError, match="longest document"):
+            compose(theirs)
+    else:
+        with pytest.raises(ConfigError, match="longest document") as long:
+            compose([*theirs, "seq_len=4096"])
+        assert "seq_len=2048" in long.value.violations[0].fix
+        compose(theirs)
+    card = compose(theirs, "inference").model.card  # which vLLM alone runs
     assert card.family == "llama"
     with pytest.raises(UserError, match=f"rope_type={rope}"):
         check_card(tmp_path, card)
@@ -447,3 +457,32 @@ def test_what_a_layer_hands_to_attention_is_not_dropped(given, what):
     attend_packed(torch.nn.Module(), q, q, q, None, packing=packing, position_ids=torch.arange(3))
     with pytest.raises(UserError, match=what):
         attend_packed(torch.nn.Module(), q, q, q, None, **{"packing": packing, **given})
+
+
+def test_longrope_trains_while_its_frequencies_are_always_the_same(tmp_path):
+    """Longer documents would change those of their neighbours."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8,
+            "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}  # fmt: skip
+    contexts = {"max_position_embeddings": 64, "original_max_position_embeddings": 8}
+    model = plain_model("phi3", **contexts, rope_parameters=rope, pad_token_id=0)
+    ours = adapt(model, tmp_path)
+    ids = torch.arange(15)
+    attend = packed_attention([8, 7], ids.device)
+    with torch.no_grad():
+        logits = ours.logits(ours(ids, torch.cat([torch.arange(8), torch.arange(7)]), attend))
+        alone = torch.cat([model(doc[None], use_cache=False).logits[0] for doc in ids.split([8, 7])])
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="longest document"):
+        ours(ids, torch.cat([torch.arange(6), torch.arange(9)]), packed_attention([6, 9], ids.device))
+    auto = ["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte", "memory=none", "model.card.vocab_size=null"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*auto, "seq_len=16"], "sft")
+    assert "seq_len=8" in caught.value.violations[0].fix
+
+
+def test_dynamic_frequencies_are_refused_where_the_model_is_built(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    AutoConfig.for_model("mistral", **SIZES, rope_parameters=rope).save_pretrained(tmp_path)
+    card = ModelCard(family="other", head_dim=8, **{k: v for k, v in SIZES.items() if k != "intermediate_size"})
+    with pytest.raises(UserError, match="longest document"):
+        build_hf_model(tmp_path, card)

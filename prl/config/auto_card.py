@@ -9,12 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prl.config.cards import OLD_CONTEXT, facts_of
+from prl.config.cards import facts_of
 from prl.config.errors import ConfigError, UserError
 from prl.config.families import FAMILIES, Family
 from prl.config.hub import fetch_config_json
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
+from prl.config.schema_model import OLD_CONTEXT
 
 UNNAMED = "auto"
 NO_PATH = UserError(
@@ -68,6 +69,8 @@ def _is_left(card: dict[str, Any], path: Any) -> bool:
 def _facts(path: str) -> dict[str, Any]:
     directory = Path(path).expanduser()
     file = directory / "config.json" if directory.is_dir() else fetch_config_json(path)
+    if (alone := adapters_alone(file.parent)) is not None:
+        raise alone
     try:
         config = json.loads(file.read_text())
         if not isinstance(config, dict):
@@ -81,6 +84,23 @@ def _facts(path: str) -> dict[str, Any]:
         raise _unreadable(file, str(error)) from error
     except (OSError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+
+def adapters_alone(directory: Path) -> UserError | None:
+    """Why a directory is no checkpoint, if it has adapters (PEFT) and not the model that they belong to."""
+    file = directory / "adapter_config.json"
+    if not file.is_file() or (directory / "config.json").exists():
+        return None
+    try:
+        base = str(dict(json.loads(file.read_text()))["base_model_name_or_path"])
+    except (OSError, ValueError, TypeError, KeyError):
+        base = "THEIR_MODEL"
+    return UserError(
+        "There are adapters, and not the model that they belong to.",
+        where=str(file),
+        why="a run begins with whole weights",
+        fix=f"model.path={base}; to begin with the adapters, add them to it with PEFT (merge_and_unload) and save that",
+    )
 
 
 def _unreadable(file: Path, why: str) -> UserError:

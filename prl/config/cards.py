@@ -8,7 +8,7 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, Family
-from prl.config.schema_model import STRETCHED, ModelCard, RopeScaling
+from prl.config.schema_model import OLD_CONTEXT, STRETCHED, ModelCard, RopeScaling
 
 # facts of the card that config.json has under the same name; of the optional ones, those of the family
 COMMON = (
@@ -44,7 +44,6 @@ COUNTS = ("rotary_dim", "first_k_dense_replace", "index_topk_freq", "index_skip_
 
 
 BUILT_ROPES = ("default", "linear", "llama3", "yarn")
-OLD_CONTEXT = "original_max_position_embeddings"  # before it was stretched
 SAME_LAYERS = {"kimi_k2": "deepseek_v3"}  # model_type of checkpoints -> the family that has their layers
 LARGER = ("kimi_k25",)  # model_type of those whose text model, `text_config`, is read and trained by itself
 

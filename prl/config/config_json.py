@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prl.config.auto_card import FREE
+from prl.config.auto_card import FREE, adapters_alone
 from prl.config.cards import facts_of, not_built, text_config
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
@@ -21,6 +21,8 @@ OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_va
 
 def read_config_json(path: Path) -> dict[str, Any]:
     """Raises UserError for one that cannot be read."""
+    if (alone := adapters_alone(path)) is not None:
+        raise alone
     try:
         return dict(json.loads((path / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:

@@ -7,11 +7,13 @@ from typing import Any
 
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, Family
-from prl.config.schema_model import ModelConfig
+from prl.config.schema_model import OLD_CONTEXT, ModelConfig
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"}
 WITH_SINKS = ("gpt_oss",)  # model_type of those that always have them
+# types of rotary scaling that go by a row's longest document, by the names that config.json has for them
+SWITCHING = {"dynamic": "dynamic", "longrope": "longrope", "su": "longrope"}
 # keys of a config that change the logits after the last matrix product, and the values that change nothing
 NEUTRAL = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
 
@@ -21,10 +23,13 @@ def is_transformers_code(model: ModelConfig) -> bool:
     return model.impl == "hf" or not model.card.is_native
 
 
-def not_trainable(fields: Mapping[str, Any], where: str) -> UserError | None:
+def not_trainable(fields: Mapping[str, Any], where: str, row: int = 0) -> UserError | None:
     """Why transformers' layers of this config.json, of a language model, cannot be trained; None: it says nothing.
 
     A family's parts that only its class shows are seen when it is built.
+
+    Args:
+        row: tokens of a packed row, as far as known.
     """
     kind, layers = str(fields.get("model_type")), set(fields.get("layer_types") or ())
     family = FAMILIES.get(kind, Family(""))
@@ -38,6 +43,9 @@ def not_trainable(fields: Mapping[str, Any], where: str) -> UserError | None:
         )
     if is_bidirectional(fields):
         return sees_later_tokens(kind, where)
+    for rope, limit in switching_ropes(fields):
+        if rope == "dynamic" or row > limit:
+            return switches(kind, rope, limit, where, f"rows have up to {row} tokens" if row > limit else "")
     odd = sorted(layers - KNOWN_LAYERS)
     if odd or "M" in str(fields.get("hybrid_override_pattern") or ""):
         return carries_state(kind, ", ".join(odd), where)
@@ -71,6 +79,34 @@ def has_sinks(kind: str, where: str) -> UserError:
         why="the packed attention kernels do not know them",
         fix="another model",
     )
+
+
+def switching_ropes(fields: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Types of rotary scaling that go by the longest position of what a forward pass sees, and the number of tokens up
+    to which they take one set of frequencies.
+    """
+    sections = [fields.get(key) for key in ("rope_parameters", "rope_scaling")]
+    found = []
+    for section in (one for one in sections if isinstance(one, Mapping)):
+        for part in (section, *section.values()):  # the second: of each type of layer
+            rope = (part.get("rope_type") or part.get("type")) if isinstance(part, Mapping) else None
+            if rope in SWITCHING:
+                said = (fields.get(OLD_CONTEXT), part.get(OLD_CONTEXT), fields.get("max_position_embeddings"))
+                found.append((SWITCHING[rope], next((old for old in said if old), 0)))
+    return found
+
+
+def switches(kind: str, rope: str, limit: int, where: str, told: str) -> UserError:
+    return UserError(
+        f"{kind} turns queries and keys by the longest document of a row (rope_type={rope}).",
+        where=where,
+        why="transformers chooses frequencies for the whole row" + (f" beyond {limit} tokens" if limit else "")
+        + ", so log-probabilities of a document would depend on its neighbours" + (f"; {told}" if told else ""),
+        fix=f"rows of at most {limit} tokens (seq_len={limit}), where its frequencies are always the same"
+        if rope == "longrope" and limit
+        else "remove it from config.json (rope_type=default) if sequences are never longer than "
+        "max_position_embeddings, up to which it is the same; or another model",
+    )  # fmt: skip
 
 
 def is_bidirectional(fields: Mapping[str, Any]) -> bool:

@@ -48,6 +48,7 @@ class RopeScaling(BaseModel):
     truncate: bool | None = None
 
 
+OLD_CONTEXT = "original_max_position_embeddings"
 STRETCHED = ("llama3", "yarn", "longrope")  # types of scaling that go by the context from before
 
 

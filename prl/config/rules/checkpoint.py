@@ -46,6 +46,7 @@ def transformers_layers_can_be_trained(config: RunConfig, world: World) -> Itera
         return
     directory = checkpoint_at_hand(config)
     where = f"model.impl={model.impl}, model.path={model.path}"
+    row = max(config.seq_len, config.warm_start.seq_len if config.warm_start is not None else 0)
     fields: dict[str, Any] = {}
     if directory is not None:
         try:
@@ -57,5 +58,5 @@ def transformers_layers_can_be_trained(config: RunConfig, world: World) -> Itera
     if model.card.is_native:
         fields = fields or card_to_hf_config(model.card)
         fields["hybrid_override_pattern"] = model.card.hybrid_override_pattern
-    if (error := not_trainable(fields, where)) is not None:
+    if (error := not_trainable(fields, where, row)) is not None:
         yield error

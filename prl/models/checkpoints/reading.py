@@ -28,6 +28,8 @@ from prl.models.names.region import Region
 from prl.models.sharding import is_sharded, place_of
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ROWS = 4096  # of a matrix that are compared at once
 
 
 def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -43,7 +45,9 @@ def load_model(path: Path, card: ModelCard, dtype: torch.dtype, device: torch.de
 def load_checkpoint(model: Decoder, path: Path, params: Mapping[str, Tensor] | None = None) -> None:
     """`load_weights` from the files at `path`. Raises UserError when they are damaged or do not fit the model."""
     try:
-        load_weights(model, read_tensors(path), params)
+        with open_tensors(path) as tensors:
+            load_weights(model, tensors.items(), params)
+            _check_tied(dict(params or model.named_parameters()), model, tensors)
     except ValueError as error:
         raise UserError(
             f"the checkpoint cannot be loaded: {error}",
@@ -63,11 +67,14 @@ def check_files(path: Path) -> None:
             why="weights are read from safetensors only",
             fix="model.path=/path/to/a/Hugging-Face/checkpoint",
         )
+    has_index = (path / INDEX).is_file()
     if gone := [file for file in files if not file.exists()]:  # of the hub's cache also a link to what is not there
         raise UserError(
             f"{gone[0].name} is missing" + (f", and {len(gone) - 1} files more" if gone[1:] else ""),
             where=str(gone[0]),
-            why=f"{INDEX} lists {len(files)} files; the download may have ended early, or the index is another's",
+            why=f"{INDEX} lists {len(files)} files; the download may have ended early, or the index is another's"
+            if has_index
+            else "it is a link to what is not there; the hub's cache keeps files so, in blobs",
             fix=repair(gone[0]),
         )
 
@@ -98,15 +105,57 @@ def open_tensors(path: Path) -> Iterator[dict[str, Any]]:
             except SafetensorError as error:
                 raise UserError(f"{file.name} is damaged: {error}", where=str(file), fix=repair(file)) from error
             stored |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (safe_open is not a dict)
+        single = path / SINGLE
+        if single.is_file() and single not in weight_files(path):
+            _check_single(single, stored)
         yield dict(as_model_tensors(stored, how))
 
 
+def _check_single(file: Path, stored: Mapping[str, Any]) -> None:
+    """Raise UserError where a file beside those of the index has other tensors, as far as their first rows tell."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as handle:
+            single = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            same = single.keys() == stored.keys() and all(_alike(part, stored[name]) for name, part in single.items())
+    except SafetensorError:  # no weights of anybody's
+        return
+    if not same:
+        raise UserError(
+            f"the checkpoint has two sets of weights: {SINGLE}, and the files of {INDEX}.",
+            where=str(file.parent),
+            why="they differ, and transformers would take the first, others the second",
+            fix=f"remove {SINGLE}, or {INDEX} and its files",
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if (one.get_dtype(), one.get_shape()) != (other.get_dtype(), other.get_shape()):
+        return False
+    part = slice(0, 1) if one.get_shape() else ...
+    return torch.equal(one[part].view(torch.uint8), other[part].view(torch.uint8))
+
+
 def weight_files(path: Path) -> list[Path]:
-    """Those that the index lists, else model.safetensors, else all there are."""
-    index, single = path / INDEX, path / "model.safetensors"
-    if index.is_file():
-        return sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
-    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    """Those that the index lists, else model.safetensors, else all there are. Raises UserError for an index that lists
+    none.
+    """
+    index, single = path / INDEX, path / SINGLE
+    if not index.is_file():
+        return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    try:
+        names = [str(name) for name in json.loads(index.read_text())["weight_map"].values()]
+        if not names:
+            raise ValueError("its weight_map is empty")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{INDEX} cannot be read: {type(error).__name__}: {error}",
+            where=str(index),
+            why="its weight_map says in which file each tensor is",
+            fix=f"{repair(index)}; or remove it if {SINGLE} has all tensors",
+        ) from error
+    return sorted({path / name for name in names})
 
 
 @torch.no_grad()
@@ -177,9 +226,38 @@ def _shape_of(region: Region, param: Tensor) -> list[int]:
     return [region.rows[1] - region.rows[0], *shape[1:]] if region.rows else shape
 
 
+def _check_tied(params: Mapping[str, Tensor], model: Decoder, tensors: Mapping[str, Any]) -> None:
+    """Raise UserError for a head that is stored, and is not the embedding that config.json says it is."""
+    for name, tensor in tensors.items():
+        tied = model.tied_to(name)
+        if tied is not None and tied in params and not _agrees(params[tied], tensor):
+            raise UserError(
+                f"{name} is stored with other numbers than the embedding, which it is to be.",
+                where=f"tie_word_embeddings=true, {name} of the checkpoint",
+                why="one of the two is wrong: transformers goes by the files, engines by config.json",
+                fix="tie_word_embeddings=false in config.json if the head is its own, else files without it",
+            )
+
+
+def _agrees(param: Tensor, tensor: Any) -> bool:
+    """Whether a whole tensor of a checkpoint has the numbers of the part of `param` that this rank holds."""
+    local, start = param.data, 0
+    if is_sharded(param):
+        local, start = param.to_local(), place_of(param)[1][0]
+    for first in range(0, len(local), ROWS):
+        rows = local[first : first + ROWS]
+        stored = tensor[start + first : start + first + len(rows)].to(rows)
+        if stored.shape != rows.shape or not torch.allclose(stored, rows, rtol=0, atol=0, equal_nan=True):
+            return False
+    return True
+
+
 def _copy_region(param: Tensor, region: Region, tensor: Any) -> None:
     """Copy the part of `tensor` that this rank holds; `tensor` covers `region` of the whole parameter."""
     local, offset = param.data, [0] * param.dim()
+    if not offset:  # a buffer; parameters have rows
+        local.copy_(tensor[...])
+        return
     if is_sharded(param):
         local, offset = param.to_local(), list(place_of(param)[1])
     if region.expert is not None:

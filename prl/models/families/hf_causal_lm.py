@@ -23,7 +23,15 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
-from prl.config.foreign import attends_otherwise, carries_state, has_sinks, not_trainable, sees_later_tokens
+from prl.config.foreign import (
+    attends_otherwise,
+    carries_state,
+    has_sinks,
+    not_trainable,
+    sees_later_tokens,
+    switches,
+    switching_ropes,
+)
 from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
@@ -55,6 +63,7 @@ class HFCausalLM(nn.Module):
         self._lm = (lm,)  # in a tuple, so that it is no child of its own
         self._aliases = tied_names(self)
         self._regions = checkpoint_regions(lm)
+        self._switching = switching_ropes(lm.config.get_text_config().to_dict())
 
     @property
     def lm(self) -> PreTrainedModel:
@@ -83,6 +92,10 @@ class HFCausalLM(nn.Module):
         """As `Decoder.forward`; routing cannot be replayed."""
         assert recorder is None, "transformers' routers can be neither recorded nor replayed"
         packing = Packing(attend, positions, int(positions.max()) + 1)
+        for rope, limit in self._switching:
+            if packing.longest > limit:
+                told = f"one has {packing.longest}"
+                raise switches(self.lm.config.model_type, rope, limit, type(self.lm).__name__, told)
         output = self.lm.base_model(
             input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packing=packing
         )
@@ -103,6 +116,10 @@ class HFCausalLM(nn.Module):
             return self._regions[hf_name]
         dropped = hf_name in self._aliases or hf_name.endswith(".inv_freq") or self.is_further(hf_name)
         return None if dropped or (hf_name == "lm_head.weight" and self.card.tie_word_embeddings) else Region(hf_name)
+
+    def tied_to(self, hf_name: str) -> str | None:
+        """As `Decoder.tied_to`."""
+        return self._aliases.get(hf_name)
 
     def own_name(self, hf_name: str) -> str | None:
         """As `Decoder.own_name`: checkpoints are this model's alone."""
@@ -242,7 +259,16 @@ def check_sinks(lm: PreTrainedModel, path: Path | None) -> None:
 
 
 def check_empty(lm: PreTrainedModel, path: Path | None) -> None:
-    """Matrices of a part that the model has none of (n_shared_experts=0): FSDP fails on them in backward."""
+    """Matrices of a part that the model has none of (n_shared_experts=0): FSDP fails on them in backward. And numbers
+    by themselves, of which it cannot give each rank some rows.
+    """
+    if alone := [name for name, param in lm.named_parameters() if not param.dim()]:
+        raise UserError(
+            f"{lm.config.model_type} has parameters of no dimension: {alone[0]}.",
+            where=str(path),
+            why="parameters are sharded by their rows",
+            fix="another model, or a custom implementation in prl/models",
+        )
     empty = [name for name, param in lm.named_parameters() if not param.numel()]
     if empty:
         raise UserError(

@@ -21,7 +21,7 @@ from prl.models.layers.latent_attention import LatentAttention
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotary_tables
-from prl.models.names.decoder import Names, is_further, locate, own_name, to_hf
+from prl.models.names.decoder import HEAD, Names, is_further, locate, own_name, to_hf
 from prl.models.names.region import Region
 from prl.models.state_space.mixer import draw_decay
 
@@ -138,6 +138,11 @@ class Decoder(nn.Module):
     def locate(self, hf_name: str) -> Region | None:
         """The region that a checkpoint tensor fills; None for one that this model does not hold."""
         return locate(hf_name, self.card, self.names)
+
+    def tied_to(self, hf_name: str) -> str | None:
+        """Name of the parameter that a checkpoint tensor repeats, of which this model has no other."""
+        is_head = self.card.tie_word_embeddings and self.own_name(hf_name) == HEAD
+        return "embed_tokens.weight" if is_head else None
 
     def own_name(self, hf_name: str) -> str | None:
         """What a checkpoint tensor is called where this model is not part of a larger one; None for those of others."""

@@ -17,6 +17,7 @@ from prl.config.schema import ModelCard
 from prl.models.names.region import Region
 
 BIAS = "router_bias"
+HEAD = "lm_head.weight"
 MTP = "mtp."  # of layers that predict further tokens, where they are no further `layers`
 MTP_MARK = "eh_proj"  # where they are: what only they have, the projection of a hidden state beside the next embedding
 COMPUTED = ".rotary_emb.inv_freq"  # in files of old versions of transformers
@@ -48,8 +49,8 @@ def locate(hf_name: str, card: ModelCard, names: Names = HUGGING_FACES) -> Regio
     if own is None or is_further(own, card, names) or own.endswith(COMPUTED):
         return None
     hf_name = own
-    if hf_name == "lm_head.weight":
-        return None if card.tie_word_embeddings else Region("lm_head.weight")
+    if hf_name == HEAD:
+        return None if card.tie_word_embeddings else Region(HEAD)
     name = hf_name.removeprefix(names.prefix)
     name = _parts(name, card) if card.hybrid_override_pattern else name.replace(f".{names.mlp}.", ".mlp.", 1)
     expert = re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight", name)
@@ -79,7 +80,7 @@ def is_further(hf_name: str, card: ModelCard, names: Names = HUGGING_FACES) -> b
 
 def to_hf(name: str, tensor: Tensor, card: ModelCard, names: Names = HUGGING_FACES) -> Iterator[tuple[str, Tensor]]:
     """One whole parameter of ours -> its checkpoint tensors (views)."""
-    if name == "lm_head.weight" or not card.is_native:
+    if name == HEAD or not card.is_native:
         yield name, tensor
         return
     theirs = single_mixers(name) if card.hybrid_override_pattern else name.replace(".mlp.", f".{names.mlp}.", 1)

@@ -1,0 +1,72 @@
+"""Directories that are no checkpoint, or two at once: told by what is wrong with them."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from families import family_card
+from safetensors.torch import load_file, save_file
+from tiny import random_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prl.config import compose
+from prl.config.config_json import check_card
+from prl.config.errors import ConfigError, UserError
+from prl.models.checkpoints.reading import INDEX, SINGLE, check_files, read_tensors
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.families.hf_causal_lm import check_empty
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def saved(path, **how):
+    card = family_card("llama")
+    save_checkpoint(hf_tensors(random_model(card)), path, card, **how)
+    return card
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"weight_map": {}}', '{"weight_map": ["model"]}'])
+def test_an_index_that_lists_nothing_is_named(content, tmp_path):
+    saved(tmp_path)
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(UserError, match=r"index\.json cannot be read") as caught:
+        list(read_tensors(tmp_path))
+    assert caught.value.where == str(tmp_path / INDEX)
+
+
+def test_a_link_to_nothing_is_no_fault_of_an_index(tmp_path):
+    os.symlink("/nonexistent/blob", tmp_path / SINGLE)
+    with pytest.raises(UserError, match="is missing") as caught:
+        check_files(tmp_path)
+    assert "link" in caught.value.why
+    assert INDEX not in caught.value.why
+
+
+def test_two_sets_of_weights_are_one_or_refused(tmp_path):
+    saved(tmp_path / "single")
+    saved(tmp_path, shard_bytes=20_000)
+    shutil.copy(tmp_path / "single" / SINGLE, tmp_path / SINGLE)
+    assert dict(read_tensors(tmp_path)).keys() == load_file(tmp_path / SINGLE).keys()
+    tensors = load_file(tmp_path / SINGLE)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}, tmp_path / SINGLE)
+    with pytest.raises(UserError, match="two sets of weights"):
+        list(read_tensors(tmp_path))
+
+
+def test_adapters_by_themselves_are_told(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "me/mine"}))
+    with pytest.raises(UserError, match="adapters") as caught:
+        check_card(tmp_path, family_card("llama"))
+    assert "model.path=me/mine" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"model\.path=me/mine"):
+        compose(["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte"], "sft")
+
+
+def test_numbers_by_themselves_cannot_be_sharded():
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES, vocab_size=100, intermediate_size=48))
+    check_empty(lm, None)
+    lm.model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(UserError, match=r"no dimension: model\.scale"):
+        check_empty(lm, None)
