@@ -53,7 +53,7 @@ def test_every_key_of_submitit_slurm_reaches_the_job():
         "additional_parameters": "{mail-type: END, exclusive: true}",
     }  # fmt: skip
     found = settings("hydra/launcher=submitit_slurm", *(f"hydra.launcher.{key}={given[key]}" for key in given))
-    lines = ("--comment=for us", "--exclude=n7", "--cpus-per-gpu=2", "--mem-per-gpu=1G", "--mem-per-cpu=2G")
+    lines = ("--comment='for us'", "--exclude=n7", "--cpus-per-gpu=2", "--mem-per-gpu=1G", "--mem-per-cpu=2G")
     assert found == LauncherSettings(
         mode="slurm",
         array_parallelism=5,
