@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import TracebackType
 
@@ -18,9 +19,18 @@ def _say_interrupted() -> None:
         if kind is not KeyboardInterrupt:
             before(kind, error, trace)
         elif sys.stderr is not None:
-            print("interrupted", file=sys.stderr)
+            print("interrupted", file=sys.stderr, flush=True)
 
-    sys.excepthook = show
+    def leave(unraisable: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised in a callback or destructor, the locks of imports among them, and would go on."""
+        if unraisable.exc_type is not KeyboardInterrupt:
+            before_unraisable(unraisable)
+            return
+        show(KeyboardInterrupt, KeyboardInterrupt(), None)
+        os._exit(130)
+
+    before_unraisable = sys.unraisablehook
+    sys.excepthook, sys.unraisablehook = show, leave
 
 
 if getattr(sys, "argv", [])[:1] == ["-m"] and any(

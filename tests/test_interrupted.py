@@ -16,6 +16,9 @@ from prl.config.console import INTERRUPTED
 # what a module of ours raises while it is imported; the package is imported before it, as by `python -m prl.NAME`
 WHILE_IMPORTING = """
 import runpy, sys
+class Dropped:
+    def __del__(self):
+        raise KeyboardInterrupt
 def interrupt(event, arguments):
     if event == "import" and arguments[0] == "prl.entry":
         raise {error}
@@ -34,6 +37,11 @@ def test_ctrl_c_while_modules_are_imported_is_told_in_a_word() -> None:
     done = end_of("prl.rl", "KeyboardInterrupt")
     assert done.stderr == "interrupted\n"
     assert done.returncode in (INTERRUPTED, -signal.SIGINT), "130 for a shell, either way"
+
+
+def test_one_that_comes_while_something_is_given_up_is_not_dropped() -> None:
+    done = end_of("prl.rl", "ValueError(Dropped() and 'not reached')")
+    assert (done.stderr, done.returncode) == ("interrupted\n", INTERRUPTED)
 
 
 def test_all_other_errors_are_shown_as_ever() -> None:
