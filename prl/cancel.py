@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from prl.config.console import one_line, shield_console
+from prl.config.console import leave_interrupted, one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.place_names import a_path
 from prl.runtime.directory.files import find_directories, refuse_unreadable
@@ -29,6 +29,13 @@ from prl.status import cause_of, find_runs, true_state, waiting_points
 
 def main() -> None:
     shield_console()
+    try:
+        _cancel()
+    except KeyboardInterrupt:  # what was told to stop stops
+        leave_interrupted()
+
+
+def _cancel() -> None:
     parser = argparse.ArgumentParser(prog="prl cancel", description=__doc__)
     parser.add_argument("directory", type=a_path, help="a run directory, or that of a sweep")
     directory = parser.parse_args().directory.expanduser().absolute()

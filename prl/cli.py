@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 
-from prl.config.console import shield_console
+from prl.config.console import leave_interrupted, shield_console
 
 COMMANDS = {  # subcommand -> module whose main() it is
     "rl": "prl.rl",
@@ -52,7 +52,10 @@ def main() -> None:
 
 
 def _run(command: str) -> None:
-    importlib.import_module(COMMANDS[command]).main()
+    try:
+        importlib.import_module(COMMANDS[command]).main()
+    except KeyboardInterrupt:  # where the command has no word of its own, while it is imported above all
+        leave_interrupted()
 
 
 def _complete(program: str, words: list[str]) -> None:

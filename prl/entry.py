@@ -1,7 +1,8 @@
 """What every `python -m prl.NAME` shares: Hydra in front, our errors instead of its traces, and exit codes.
 
-0: done. 2: a mistake of the user, told without a traceback; nothing was started and no directory made. Else what the
-job returned. A multirun is validated as a whole first; then its points run, and if any fails the exit code is 1.
+0: done. 2: a mistake of the user, told without a traceback; nothing was started and no directory made. 130: interrupted
+before anything ran. Else what the job returned. A multirun is validated as a whole first; then its points run, and if
+any fails the exit code is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from prl.config.composing import (
     problems,
     refuse_contradictions,
 )
-from prl.config.console import leave_told, one_line, shield_console
+from prl.config.console import leave_interrupted, leave_told, one_line, shield_console
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.config.hydra_setup import SWEEP_OPTION, name_sweep, register
 from prl.config.locate import conf_dir
@@ -86,7 +87,7 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
             traceback.print_exc()
         shown = told
     except KeyboardInterrupt:  # while nothing runs that would have to be stopped
-        sys.exit(130)
+        leave_interrupted()
     print(with_all_others(shown, args.overrides, name, args.multirun).render(), file=sys.stderr)
     sys.exit(2)
 

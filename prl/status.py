@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prl.config.console import console_error, leave_told, one_line, shield_console
+from prl.config.console import console_error, leave_interrupted, leave_told, one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.place_names import a_path
 from prl.runtime.agent import read_attempts, read_plan
@@ -46,6 +46,8 @@ def main() -> None:
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        leave_interrupted()
     leave_told()
 
 

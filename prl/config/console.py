@@ -12,8 +12,9 @@ import os
 import select
 import sys
 import time
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
+INTERRUPTED = 130  # exit code, as shells have it: 128 and SIGINT
 BLOCKED_S = 2.0  # a terminal that was halted, or a pager that nobody scrolls, holds a run up for so long, and once
 PIECE_BYTES = 4096  # a pipe that is ready takes so many without blocking: <limits.h> PIPE_BUF
 
@@ -99,6 +100,12 @@ def console_error() -> OSError | None:
     if sys.stdout is not None:
         sys.stdout.flush()
     return _shielded["stdout"].error if "stdout" in _shielded else None
+
+
+def leave_interrupted() -> NoReturn:
+    """The end of a program that was told to end (Ctrl-C); leaves by SystemExit."""
+    print("interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 def leave_told(code: int = 0) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from prl.config.console import one_line, shield_console
+from prl.config.console import leave_interrupted, one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.place_names import a_path
 from prl.config.schema import RunConfig
@@ -114,7 +114,7 @@ def run_role(kind: str) -> None:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # before there is anything to stop
-        sys.exit(130)
+        leave_interrupted()
 
 
 def _run_role(kind: str, path: Path, node: int | None) -> int:

@@ -13,7 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
-from prl.config.console import one_line, shield_console
+from prl.config.console import leave_interrupted, one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.place_names import a_path
 from prl.config.rules.rl import LOOPBACK_HOSTS
@@ -27,8 +27,15 @@ OUTPUTS = Path("outputs")  # where runs lie by default
 
 
 def main() -> None:
-    """Leaves by SystemExit: 0 when it is interrupted, 2 for a mistake of the user."""
+    """Leaves by SystemExit: 0 when it is told to end while it serves, 130 before, 2 for a mistake of the user."""
     shield_console()
+    try:
+        _watch()
+    except KeyboardInterrupt:  # before it serves
+        leave_interrupted()
+
+
+def _watch() -> None:
     parser = argparse.ArgumentParser(prog="prl watch", description=__doc__)
     parser.add_argument("directory", type=a_path, nargs="?", default=str(OUTPUTS), help="default: outputs")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
@@ -119,6 +126,8 @@ async def watch(store: Store, listen_socket: socket.socket, host: str) -> None:
         print(warning, file=sys.stderr)
     await stopped.wait()
     await runner.cleanup()
+    with contextlib.suppress(OSError):
+        print("stopped", file=sys.stderr, flush=True)
     os._exit(0)  # a thread may still be reading a large directory
 
 
