@@ -122,6 +122,7 @@ FOREIGN = (
     "falcon",
     "phi3",
     "olmo2",
+    "xglm",
 )
 SIZES_OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
@@ -225,3 +226,31 @@ def test_transformers_layers_are_asked_for_what_config_json_says(tmp_path):
     path = written(tmp_path, "qwen3", final_logit_softcapping=3.0)
     (problem,) = problems(path, "model.impl=hf", job="sft")
     assert "final_logit_softcapping" in problem.what
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv"])
+def test_what_carries_state_is_told_before_heads_are_asked_for(family, tmp_path):
+    AutoConfig.for_model(family, num_hidden_layers=2, hidden_size=32, vocab_size=300).save_pretrained(tmp_path)
+    (problem,) = problems(tmp_path, job="sft")
+    assert "carry state" in problem.what
+    assert "model.card.num_attention_heads=1" in problem.fix
+
+
+def test_a_config_json_without_a_family_is_told_to_the_built_in_engine(tmp_path):
+    path = written(tmp_path, "llama")
+    said = json.loads((path / "config.json").read_text())
+    del said["model_type"]
+    (path / "config.json").write_text(json.dumps(said))
+    told = [problem for problem in problems(path) if "built-in engine" in problem.what]
+    assert "model_type" in told[0].why
+    assert "llama" in told[0].fix
+
+
+def test_what_needs_our_layers_is_not_told_to_take_them_where_there_are_none(tmp_path):
+    sizes = {**dict.fromkeys(SIZES_OF_ALL, 4), "hidden_size": 32, "num_key_value_heads": 4}
+    AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)
+    (problem,) = problems(tmp_path, "memory_recipe.compile=true", job="sft")
+    assert "model.impl=custom" not in problem.why
+    assert "qwen3_moe" in problem.why
+    (problem,) = problems(written(tmp_path / "ours", "qwen3"), "model.impl=hf", "memory_recipe.compile=true", job="sft")
+    assert "model.impl=custom" in problem.why

@@ -1,13 +1,17 @@
 """The byte tokenizer, and supervised masks by role."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import END, byte_tokenizer, moe_card
 
+from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
 from prl.models.text.chat import ChatRenderer, mask_by_role
-from prl.models.text.tokenizer import SPECIAL_TOKENS, load_tokenizer
+from prl.models.text.tokenizer import SPECIAL_TOKENS, check_template, load_tokenizer
+from prl.orchestrator.neighbours import load_renderer
 
 SYSTEM, USER, ASSISTANT, TOOL = range(257, 261)
 
@@ -122,3 +126,18 @@ def test_a_template_that_rewrites_history_gives_pieces(tmp_path):
         "<|user|>a<|end|><|assistant|>one<|end|><|user|>b<|end|><|assistant|>[more]two<|end|>",
     ]
     assert [trained_text(renderer, s) for s in sequences] == [["[think]one<|end|>"], ["[more]two<|end|>"]]
+
+
+def test_a_tokenizer_without_a_chat_template_is_told_before_anything_is_sampled(tmp_path):
+    config = ModelConfig(name="tiny", path=str(tmp_path), card=moe_card())
+    tokenizer = byte_tokenizer(tmp_path)
+    check_template(tokenizer, config, tmp_path)
+    tokenizer.chat_template = "{{ raise_exception('begin with a system turn') }}"
+    check_template(tokenizer, config, tmp_path)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    plan = SimpleNamespace(config=SimpleNamespace(model=config, cache_dir=str(tmp_path)))
+    with pytest.raises(UserError, match="no chat template") as caught:
+        load_renderer(SimpleNamespace(plan=plan, init_model_path=None))
+    assert caught.value.where == str(tmp_path)

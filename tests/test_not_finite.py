@@ -19,6 +19,7 @@ from prl.orchestrator.engine_answers import EngineError, parse_choice
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import find_damage, parts_of
 from prl.trainer.expert_balance import ExpertBalance
+from prl.trainer.loops.guard import Diverged, StepGuard
 from prl.trainer.losses import LOSSES, LossInputs
 from prl.trainer.world import build_world
 
@@ -162,6 +163,19 @@ def test_a_run_that_ends_with_bad_steps_is_not_done(tmp_path):
     """Weights that are finite, but so large that nothing computed from them is; fewer bad steps than are allowed."""
     failure = diverge("prl.rl", tmp_path, "max_steps=3")
     assert "the last 2 steps of the run were not finite; no checkpoint is good" in failure["message"]
+
+
+@pytest.mark.parametrize(("skipped", "told"), [([1], "no step of the run was finite"), ([0, 1], None), ([1, 0], None)])
+def test_a_run_without_a_finite_step_is_not_done(alone, skipped, told, tmp_path):
+    guard = StepGuard(8, tmp_path, lambda: None)
+    for step, is_skipped in enumerate(skipped, 1):
+        row = {"loss": math.nan, "grad_norm": 1.0, "step_skipped": is_skipped}
+        guard.check(step, row, torch.nn.Linear(1, 1), [], lambda: None)
+    if told is None:
+        guard.check_end()
+        return
+    with pytest.raises(Diverged, match=told):
+        guard.check_end()
 
 
 SMALL_SFT = ["seq_len=64", "sft.batch_size=2", "sft.val_interval=0", "debug.num_threads=1", "logging=none"]

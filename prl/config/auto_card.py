@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from prl.config.cards import facts_of
 from prl.config.errors import ConfigError, UserError
 from prl.config.families import FAMILIES, Family
+from prl.config.foreign import WITHOUT_ATTENTION, carries_state
 from prl.config.hub import fetch_config_json
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
@@ -52,7 +53,7 @@ def complete_card(model: dict[str, Any]) -> None:
     if wrong:
         raise ConfigError([_contradiction(key, said[key], facts[key], path) for key in wrong])
     if lacking := [key for key in SIZES if key not in said and key not in facts]:
-        raise ConfigError([_silent(lacking, facts["family"], path)])
+        raise ConfigError([_silent(lacking, facts["family"], path, _kind(path))])
     family = FAMILIES.get(facts["family"], Family(""))
     usual = {"cp_styles": family.cp_styles, "ac_targets": family.ac_targets}
     model["card"] = {**usual, **facts, **{key: value for key, value in said.items() if key not in bound}}
@@ -65,10 +66,19 @@ def _is_left(card: dict[str, Any], path: Any) -> bool:
     return isinstance(path, str) and any(card.get(key, 1) is None for key in ("num_hidden_layers", "hidden_size"))
 
 
+def _file(path: str) -> Path:
+    directory = Path(path).expanduser()
+    return directory / "config.json" if directory.is_dir() else fetch_config_json(path)
+
+
+def _kind(path: str) -> str:
+    """model_type of a config.json that was read."""
+    return str(json.loads(_file(path).read_text()).get("model_type"))
+
+
 @functools.cache
 def _facts(path: str) -> dict[str, Any]:
-    directory = Path(path).expanduser()
-    file = directory / "config.json" if directory.is_dir() else fetch_config_json(path)
+    file = _file(path)
     if (alone := adapters_alone(file.parent)) is not None:
         raise alone
     try:
@@ -112,7 +122,11 @@ def _unreadable(file: Path, why: str) -> UserError:
     )
 
 
-def _silent(lacking: list[str], family: str, path: str) -> UserError:
+def _silent(lacking: list[str], family: str, path: str, kind: str) -> UserError:
+    if kind in WITHOUT_ATTENTION:
+        odd = carries_state(kind, "", f"model.path={path}")
+        numbers = " ".join(f"model.card.{key}=1" for key in lacking)
+        return UserError(odd.what, where=odd.where, why=odd.why, fix=f"{odd.fix}; to sample alone: {numbers}")
     return UserError(
         f"config.json of the checkpoint does not say {', '.join(lacking)}.",
         where=f"model.path={path}",

@@ -36,8 +36,8 @@ OTHER_NAMES = {  # a fact -> further names that checkpoints have for it
 FOREIGN_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": ("n_head", "n_heads", "num_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "num_key_value_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length"),
 }
 COUNTS = ("rotary_dim", "first_k_dense_replace", "index_topk_freq", "index_skip_topk_offset")  # read besides

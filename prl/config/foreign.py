@@ -12,6 +12,7 @@ from prl.config.schema_model import OLD_CONTEXT, ModelConfig
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"}
 WITH_SINKS = ("gpt_oss",)  # model_type of those that always have them
+WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")  # and so without heads in config.json
 # types of rotary scaling that go by a row's longest document, by the names that config.json has for them
 SWITCHING = {"dynamic": "dynamic", "longrope": "longrope", "su": "longrope"}
 # keys of a config that change the logits after the last matrix product, and the values that change nothing

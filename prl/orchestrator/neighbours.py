@@ -9,7 +9,7 @@ from typing import Any
 
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.text.chat import ChatRenderer
-from prl.models.text.tokenizer import load_tokenizer
+from prl.models.text.tokenizer import check_template, load_tokenizer
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.restarts import follow_restarts
 from prl.runtime.process.child import ChildContext
@@ -27,7 +27,9 @@ def own_engines(ctx: ChildContext) -> tuple[EnginePool, Callable[[], Coroutine[A
 
 
 def load_renderer(ctx: ChildContext) -> ChatRenderer:
-    """Of the tokenizer that the policy has. Raises UserError where there is none."""
+    """Of the tokenizer that the policy has. Raises UserError where there is none, or none of conversations."""
     model = ctx.plan.config.model
     path = resolve_model_path(model, Path(ctx.plan.config.cache_dir), ctx.init_model_path)
-    return ChatRenderer(load_tokenizer(model, path))
+    tokenizer = load_tokenizer(model, path)
+    check_template(tokenizer, model, path)
+    return ChatRenderer(tokenizer)

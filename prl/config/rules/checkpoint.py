@@ -27,6 +27,15 @@ def checkpoint_at_hand(config: RunConfig) -> Path | None:
     return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
 
 
+def names_no_family(config: RunConfig) -> bool:
+    """Whether config.json is at hand and has no model_type."""
+    directory = checkpoint_at_hand(config)
+    try:
+        return directory is not None and not read_config_json(directory).get("model_type")
+    except UserError:  # told by `checkpoint_fits_the_card`
+        return False
+
+
 def checkpoint_fits_the_card(config: RunConfig, world: World) -> Iterator[UserError]:
     """As the roles will find it: engines of prl/models have to know every layer, whatever trains."""
     directory = checkpoint_at_hand(config)

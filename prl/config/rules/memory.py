@@ -89,7 +89,9 @@ def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
         yield UserError(
             f"{config.model.name} has no LoRA target {', '.join(unknown)}." if unknown else "LoRA has no targets.",
             where=f"memory_recipe.lora.targets=[{','.join(lora.targets)}]",
-            why=f"its linears are: {', '.join(known)}" if ours else "stacked experts are those of model.impl=custom",
+            why=f"its linears are: {', '.join(known)}"
+            if ours
+            else "experts are stacked by the layers of prl/models alone",
             fix=f"memory_recipe.lora.targets=[{','.join(known if ours else ATTENTION_LINEARS)}]",
         )
 

@@ -8,6 +8,7 @@ from prl.config.config_json import FOREIGN
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, OPTIONAL, Family
 from prl.config.keys import as_override
+from prl.config.rules.checkpoint import names_no_family
 from prl.config.rules.rule import Refuse, first_of, next_divisor
 from prl.config.schema import ModelCard, RunConfig
 from prl.config.world import World
@@ -292,8 +293,14 @@ engine_knows_the_model = Refuse(
     lambda c, w: w.has_engines and not c.model.card.is_native and c.inference.engine == "torch",
     "The built-in engine cannot run {model.name}.",
     where="{inference.engine=}, {model.card.family=}",
-    why="it runs the models of prl/models; other families can be trained, but need another engine to sample",
-    fix="inference=vllm",
+    why=lambda c, w: (
+        "config.json of the checkpoint names no family (model_type)"
+        if names_no_family(c)
+        else "it runs the models of prl/models; other families can be trained, but need another engine to sample"
+    ),
+    fix=lambda c, w: (
+        f"model_type in config.json, one of {', '.join(FAMILIES)}" if names_no_family(c) else "inference=vllm"
+    ),
 )
 
 

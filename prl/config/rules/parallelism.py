@@ -278,9 +278,10 @@ def custom_code_is_there(config: RunConfig, world: World) -> Iterator[UserError]
         ),
     ):
         if broken:
+            ours = "model.impl=custom" if model.card.is_native else f"a family of prl/models ({', '.join(FAMILIES)})"
             why = (
                 "EP, CP, selective checkpointing, compilation, FP8, router biases, replayed routing and the chunked LM "
-                "head need model.impl=custom"
+                f"head need {ours}"
             )
             spread = mesh.ep > 1 and fix == "parallelism.ep=1"
             what = "spread experts over ranks" if spread else "do this"

@@ -38,6 +38,23 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, path: Path) -> None:
+    """Raise UserError where conversations cannot be written: a base model's tokenizer has no chat template."""
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # of some templates for this conversation; any is told where it is written
+        if tokenizer.chat_template:
+            return
+        own = config.tokenizer not in (None, "byte")
+        raise UserError(
+            "The tokenizer has no chat template.",
+            where=f"model.tokenizer={config.tokenizer}" if own else str(path),
+            why="rollouts and examples are conversations, and the template says how the model reads them",
+            fix="model.tokenizer= the instruction-tuned model of the same vocabulary, or a copy of this one with a "
+            "chat_template.jinja",
+        ) from error
+
+
 def _tokenizer_class(path: Path) -> type[Any]:
     """What reads the tokenizer; where its files say that they are all there is to it, AutoTokenizer and the 2.5 seconds
     in which it looks through every model of transformers are not needed.

@@ -77,8 +77,10 @@ class StepGuard:
 
     def check_end(self) -> None:
         """Call when the last step is done. Raises Diverged if several of the last ones, even if not more than `limit`,
-        changed nothing: then nobody knows whether the weights are any good.
+        changed nothing, or all that there were: then nobody knows whether the weights are any good.
         """
+        if self.in_a_row and self.in_a_row == self.checked_step:
+            raise self._diverged("no step of the run was finite")
         if self.in_a_row > 1:
             raise self._diverged(f"the last {self.in_a_row} steps of the run were not finite")
 

@@ -14,7 +14,7 @@ from prl.metrics.mfu import utilisation
 from prl.metrics.reader import read_rows
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.text.chat import ChatRenderer
-from prl.models.text.tokenizer import load_tokenizer
+from prl.models.text.tokenizer import check_template, load_tokenizer
 from prl.runtime.directory.checkpoints import parts_of
 from prl.runtime.directory.commits import Committer
 from prl.runtime.process.child import ChildContext
@@ -45,7 +45,9 @@ class SftTrainer:
         self.ctx, self.world, self.config, self.sft = ctx, world, ctx.plan.config, ctx.plan.config.sft
         seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
         self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
-        renderer = ChatRenderer(load_tokenizer(self.config.model, self.model_path))
+        tokenizer = load_tokenizer(self.config.model, self.model_path)
+        check_template(tokenizer, self.config.model, self.model_path)
+        renderer = ChatRenderer(tokenizer)
         self.data = load_sft_data(self.sft, "train", renderer, self.config.seed)
         self.val_rows = load_sft_data(self.sft, "held_out", renderer, self.config.seed).one_epoch()[: self.sft.val_rows]
         self.policy = Policy(self.config, self.sft.optim, self.sft.max_steps, self.model_path, world)
