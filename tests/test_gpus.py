@@ -58,6 +58,10 @@ def test_the_first_command_of_the_mission_on_a_node_of_8_is_led_to_the_layout_th
     [
         (8, None, [], False),
         (1, None, [], False),  # what has no GPU runs on the CPU, and says so
+        (1, None, ["parallelism.dp_shard=2"], False),  # all of the trainer's ranks do
+        (2, None, ["parallelism.dp_shard=2"], True),  # one of two would, and wait for the other's NCCL
+        (2, None, ["parallelism=fsdp", "deployment=colocated"], True),
+        (4, None, ["parallelism=fsdp", "deployment=colocated"], False),
         (1, None, ["deployment.device=cuda"], True),
         (1, None, ["deployment.device=cuda", "deployment=colocated"], False),
         (1, None, ["deployment.device=cpu", *MISSION], False),
@@ -81,7 +85,8 @@ def test_gpus_suffice_or_a_remedy_is_named(machine, monkeypatch, count, visible,
     with pytest.raises(UserError) as error:
         gpus.refuse_too_few_gpus(made)
     turns = devices_taking_turns(made)
-    assert error.value.fix.startswith("deployment=colocated ") == (turns <= len(gpus.visible_gpus()))
+    fits = turns is not None and turns <= len(gpus.visible_gpus())
+    assert error.value.fix.startswith("deployment=colocated ") == fits
 
 
 def test_who_is_left_without_a_gpu_is_named(machine):

@@ -53,7 +53,8 @@ def too_few_gpus(plan: RunPlan) -> UserError | None:
     found, deployment, needed = len(visible_gpus()), plan.config.deployment, gpus_needed(plan)
     several = plan.num_nodes > 1
     if found:
-        enough = found >= needed or deployment.device == "cpu" or (deployment.device == "auto" and not several)
+        beside = deployment.device == "auto" and not several and not _splits(plan, found)
+        enough = found >= needed or deployment.device == "cpu" or beside
     else:  # not every driver tells how many there are
         enough = deployment.device != "cuda" or not several
     if enough:
@@ -68,10 +69,24 @@ def too_few_gpus(plan: RunPlan) -> UserError | None:
         )
     return UserError(
         f"{needed} GPUs are needed, and this machine has {found}.",
-        where=", ".join(["deployment.device=cuda", *(_named_beyond(plan, found) or [f"deployment={deployment.type}"])]),
-        why="each trainer rank and each engine has one of its own",
+        where=", ".join(
+            [
+                f"deployment.device={deployment.device}",
+                *(_named_beyond(plan, found) or [f"deployment={deployment.type}"]),
+            ]
+        ),
+        why="each trainer rank and each engine has one of its own"
+        if deployment.device == "cuda"
+        else "ranks that compute together are all on GPUs, or none of them",
         fix=fixes,
     )
+
+
+def _splits(plan: RunPlan, found: int) -> bool:
+    """Whether of ranks that compute together (the trainer's, or an engine's) some would have a GPU, others none."""
+    together = [[device for role in plan.roles_of("trainer") for device in role.devices]]
+    together += [list(role.devices) for role in plan.roles_of("inference")]
+    return any(min(devices) < found <= max(devices) for devices in together if devices)
 
 
 def _remedies(plan: RunPlan, found: int) -> Iterator[str]:
