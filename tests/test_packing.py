@@ -7,14 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl.config.schema import ModelCard
+from prl.metrics.mfu import document_flops
 from prl.models.families.build import build_decoder
 from prl.models.layers.packed_attention import packed_attention
+from prl.orchestrator.batching import imbalance
 from prl.trainer.head.head import logprob_head
 from prl.transport import frames
 from prl.transport.answers import decode_answer, encode_answer, unframed
 from prl.transport.batch import TrainBatch
 from prl.transport.kept import KeptTokens
-from prl.transport.packing import Document, build_micro_batch, deal_rows, pack_for_ranks, pack_rows
+from prl.transport.packing import (
+    Document,
+    build_micro_batch,
+    deal_rows,
+    laps_work,
+    pack_for_ranks,
+    pack_laps,
+    pack_rows,
+)
 
 CARD = ModelCard(
     family="qwen3_moe", num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -48,6 +58,61 @@ def test_deal_rows_gives_every_rank_equally_many(weights, ranks):
     dealt = deal_rows(weights, ranks)
     assert len({len(rows) for rows in dealt}) == 1
     assert sorted(i for rows in dealt for i in rows if i >= 0) == list(range(len(weights)))
+
+
+def squared(tokens):
+    """Work as of a long document: linear layers, and attention that is as costly at 64 tokens."""
+    return tokens + tokens**2 / 64
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(64, 200), st.integers(1, 7))
+def test_laps_hold_every_document_once_and_take_no_longer_than_rows_dealt_by_tokens(lengths, seq_len, ranks):
+    laps = pack_laps(lengths, seq_len, ranks, squared)
+    rows = pack_rows(lengths, seq_len)
+    assert [len(lap) for lap in laps] == [ranks] * -(-len(rows) // ranks)
+    assert sorted(i for lap in laps for row in lap for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= seq_len for lap in laps for row in lap)
+    costs = [squared(n) for n in lengths]
+    dealt = deal_rows([sum(lengths[i] for i in row) for row in rows], ranks)
+    by_tokens = [[rows[i] if i >= 0 else [] for i in lap] for lap in zip(*dealt, strict=True)]
+    assert laps_work(laps, costs) <= laps_work(by_tokens, costs) * (1 + 1e-9)
+    assert pack_laps(lengths, seq_len, ranks, squared) == laps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scale", "spread", "count", "most"),
+    [(4, 9.0, 1.0, 64, 1.4), (16, 8.5, 1.5, 512, 1.25), (64, 8.5, 1.5, 2048, 1.2)],
+)
+def test_lognormal_documents_of_131k_are_balanced_by_work(ranks, scale, spread, count, most):
+    """A mixture of the size of Qwen3-30B-A3B. What is printed: a step's time over that with all ranks busy."""
+    card = ModelCard(**{**CARD.model_dump(), "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+                        "num_key_value_heads": 4, "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,
+                        "moe_intermediate_size": 768, "vocab_size": 151936})  # fmt: skip
+    seq_len, work, found = 131072, document_flops(card), []
+    for seed in range(5):
+        drawn = np.random.default_rng(seed).lognormal(scale, spread, count)
+        lengths = np.clip(drawn, 256, seq_len).astype(int).tolist()
+        costs = [work(n) for n in lengths]
+        rows = pack_rows(lengths, seq_len)
+        dealt = deal_rows([sum(lengths[i] for i in row) for row in rows], ranks)
+        by_tokens = [[rows[i] if i >= 0 else [] for i in lap] for lap in zip(*dealt, strict=True)]
+        laps = pack_laps(lengths, seq_len, ranks, work)
+        even = sum(costs) / ranks
+        found.append([laps_work(way, costs) / even for way in (by_tokens, laps)])
+    before, after = np.mean(found, axis=0)
+    print(f"{ranks} ranks, lognormal({scale}, {spread}): {before:.2f} by tokens, {after:.2f} by work")
+    assert after < most < before
+
+
+def test_the_imbalance_of_a_step_is_that_of_its_laps():
+    ranks = pack_for_ranks([document(n) for n in (16, 8, 8, 4)], 16, 2, squared)
+    batches = [TrainBatch(1, rows, 1, 1, {}) for rows in ranks]
+    work = [[sum(squared(int(n)) for n in row.doc_lens) for row in rows] for rows in ranks]
+    laps = sum(max(lap) for lap in zip(*work, strict=True))
+    assert imbalance(batches, squared) == pytest.approx(2 * laps / sum(map(sum, work)))
+    alone = [TrainBatch(1, pack_for_ranks([document(9)], 16, 1)[0], 1, 1, {})]
+    assert imbalance(alone, squared) == 1.0
 
 
 def test_a_document_longer_than_the_row_is_an_error():

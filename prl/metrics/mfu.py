@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from prl.config.schema import ModelCard
@@ -65,6 +65,11 @@ def packed_flops(card: ModelCard, doc_lens: Iterable[int], frozen: bool = False)
         return flops, formula
     numbers = card.mamba_num_heads * card.mamba_head_dim * card.ssm_state_size
     return flops + 12.0 * len(card.state_layers) * numbers * sum(lengths), formula + STATES
+
+
+def document_flops(card: ModelCard, frozen: bool = False) -> Callable[[int], float]:
+    """Of a document by its tokens, which are remembered."""
+    return functools.cache(lambda tokens: packed_flops(card, [tokens], frozen)[0])
 
 
 def _sparse_attention_flops(card: ModelCard, lengths: list[int], pairs: float) -> float:

@@ -11,7 +11,7 @@ from prl.orchestrator.producer import StepGroups
 from prl.orchestrator.rollout import Rollout, Sample
 from prl.transport.batch import TrainBatch
 from prl.transport.frames import Message
-from prl.transport.packing import Document, pack_for_ranks
+from prl.transport.packing import Document, Work, pack_for_ranks
 
 
 @dataclass
@@ -20,18 +20,21 @@ class EncodedStep:
 
     messages: list[Message]  # one for each data rank
     lags: np.ndarray  # as `staleness` gives them
+    imbalance: float  # as `imbalance` does
 
 
-def encode_step(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any]) -> EncodedStep:
+def encode_step(
+    step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any], work: Work = float
+) -> EncodedStep:
     """For a thread: nobody changes a finished rollout. numpy lets others run while it copies, which it does once. The
     samples lose their routing, which is in the batches from here on.
     """
-    batches = build_batches(step, seq_len, data_ranks, meta)
+    batches = build_batches(step, seq_len, data_ranks, meta, work)
     for group in step.groups:
         for rollout in group.finished:
             for sample in rollout.samples:
                 _let_go(sample.routing)
-    return EncodedStep([batch.to_message() for batch in batches], staleness(batches))
+    return EncodedStep([batch.to_message() for batch in batches], staleness(batches), imbalance(batches, work))
 
 
 def release(steps: list[EncodedStep]) -> None:
@@ -47,7 +50,15 @@ def _let_go(arrays: list[Any]) -> None:
         arrays.pop()
 
 
-def build_batches(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any]) -> list[TrainBatch]:
+def imbalance(batches: list[TrainBatch], work: Work) -> float:
+    """Of a step: what its laps take (`prl.transport.packing`) over what they would with all ranks busy; 1 is even."""
+    rows = [[sum(work(int(n)) for n in row.doc_lens) for row in batch.micro_batches] for batch in batches]
+    return sum(map(max, zip(*rows, strict=True))) * len(batches) / sum(map(sum, rows))
+
+
+def build_batches(
+    step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any], work: Work = float
+) -> list[TrainBatch]:
     """One TrainBatch per data rank. Samples longer than seq_len are cut at the end (counted in the metrics as
     truncated).
     """
@@ -61,7 +72,7 @@ def build_batches(step: StepGroups, seq_len: int, data_ranks: int, meta: dict[st
     loss_docs = sum(bool(np.any(d.loss_mask)) for d in documents)
     return [
         TrainBatch(step.step, micro_batches, loss_tokens, loss_docs, meta)
-        for micro_batches in pack_for_ranks(documents, seq_len, data_ranks)
+        for micro_batches in pack_for_ranks(documents, seq_len, data_ranks, work)
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from prl.config.world import takes_turns
+from prl.metrics.mfu import document_flops
 from prl.metrics.reader import read_rows
 from prl.orchestrator.batching import EncodedStep, encode_step, release
 from prl.orchestrator.checkpointing import Checkpointing
@@ -47,6 +48,7 @@ class Orchestrator:
     def __init__(self, ctx: ChildContext) -> None:
         self.ctx, self.config = ctx, ctx.plan.config
         self.takes_turns = takes_turns(self.config)
+        self.work = document_flops(self.config.model.card, self.config.memory_recipe.lora.rank > 0)
         self.step_ready, self.loop_watch = asyncio.Condition(), LoopWatch()
         # by step; the newest two, so that a slow rank still finds its own
         self.batches: dict[int, EncodedStep] = {}
@@ -222,7 +224,7 @@ class Orchestrator:
                 "kept_documents": (kept := self.kept.choose(groups)).documents,
             }
             data_ranks = self.ctx.plan.mesh.data_ranks
-            encoded = await asyncio.to_thread(encode_step, groups, self.config.seq_len, data_ranks, meta)
+            encoded = await asyncio.to_thread(encode_step, groups, self.config.seq_len, data_ranks, meta, self.work)
             if self.takes_turns:
                 async with self.engine_lock:  # an evaluation may still be using them
                     await self.engines.sleep()
@@ -238,7 +240,7 @@ class Orchestrator:
                 if meta["checkpoint"]:
                     self.unsaved.add(step)
                 self.step_ready.notify_all()
-            self._log_step(groups, encoded.lags, waited_s, since_last_s)
+            self._log_step(groups, encoded, waited_s, since_last_s)
             if self.rollout_log is not None:
                 self.rollout_log.write(groups)
             await asyncio.to_thread(self.kept.write, kept)
@@ -443,8 +445,9 @@ class Orchestrator:
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 
-    def _log_step(self, groups: StepGroups, lags: np.ndarray, waited_s: float, since_last_s: float) -> None:
+    def _log_step(self, groups: StepGroups, encoded: EncodedStep, waited_s: float, since_last_s: float) -> None:
         finished, held_s = [r for g in groups.groups for r in g.finished], self.loop_watch.take()
+        lags = encoded.lags
         row: dict[str, Any] = {
             "reward": float(np.mean(groups.sampled_rewards)),
             "reward_std": float(np.std(groups.sampled_rewards)),
@@ -472,6 +475,7 @@ class Orchestrator:
             "rollouts_inflight": self.runner.stats.clock.in_flight,
             "wait_for_rollouts_s": waited_s,
             "since_last_step_s": since_last_s,
+            "work_imbalance": encoded.imbalance,
             "loop_held_s": held_s[0],  # the event loop, by one thing at a time
             "loop_busy_s": held_s[1],
             "generating_spans": self.runner.stats.clock.new_spans(),

@@ -1,14 +1,22 @@
-"""Sequence packing: documents into rows of at most `seq_len` tokens, rows dealt out to data ranks."""
+"""Sequence packing: documents into rows of at most `seq_len` tokens, rows dealt out to data ranks.
+
+All ranks compute their first rows, then their second ones (FSDP's collectives keep them together): a lap takes as long
+as its longest row. What a document costs is a matter of FLOPs, whose attention grows with the square of its length, so
+rows are dealt by `work`, and documents placed by it where that makes the laps' longest rows shorter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from prl.transport.batch import MicroBatch
 from prl.transport.kept import KeptTokens
+
+Work = Callable[[int], float]  # tokens of a document -> what it costs, in any unit
+Lap = list[list[int]]  # a row (indices of documents) for each rank; empty: padding
 
 
 @dataclass
@@ -50,8 +58,8 @@ def pack_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
     return rows
 
 
-def deal_rows(weights: list[int], data_ranks: int) -> list[list[int]]:
-    """Row indices per data rank: equally many for each (some may be padding, index -1), heavy rows spread.
+def deal_rows(weights: Sequence[float], data_ranks: int) -> list[list[int]]:
+    """Row indices per data rank: equally many for each (some may be padding, index -1), rows of like weight in a lap.
 
     Collectives need equal numbers of forward passes on every rank, hence the padding rows.
     """
@@ -102,8 +110,72 @@ def padding_micro_batch(like: MicroBatch) -> MicroBatch:
     )
 
 
-def pack_for_ranks(documents: list[Document], seq_len: int, data_ranks: int) -> list[list[MicroBatch]]:
-    """Documents -> for each data rank its packed rows; all ranks get equally many."""
-    rows = [build_micro_batch([documents[i] for i in row]) for row in pack_rows([len(d) for d in documents], seq_len)]
-    dealt = deal_rows([row.num_tokens for row in rows], data_ranks)
-    return [[rows[i] if i >= 0 else padding_micro_batch(rows[0]) for i in rank] for rank in dealt]
+def pack_for_ranks(
+    documents: list[Document], seq_len: int, data_ranks: int, work: Work = float
+) -> list[list[MicroBatch]]:
+    """Documents -> for each data rank its packed rows; all ranks get equally many.
+
+    Args:
+        work: of a document of so many tokens.
+    """
+    laps = pack_laps([len(d) for d in documents], seq_len, data_ranks, work)
+    rows = [[build_micro_batch([documents[i] for i in row]) if row else None for row in lap] for lap in laps]
+    like = next(row for row in rows[0] if row is not None)
+    return [[row or padding_micro_batch(like) for row in rank] for rank in zip(*rows, strict=True)]
+
+
+def pack_laps(lengths: list[int], seq_len: int, data_ranks: int, work: Work) -> list[Lap]:
+    """As many laps as first-fit decreasing needs rows for, of two ways to fill them the shorter (`laps_work`): its rows
+    sorted by work, or documents placed by their work. Deterministic.
+    """
+    costs = [work(length) for length in lengths]
+    rows = pack_rows(lengths, seq_len)
+    dealt = deal_rows([sum(costs[i] for i in row) for row in rows], data_ranks)
+    laps = [[rows[i] if i >= 0 else [] for i in lap] for lap in zip(*dealt, strict=True)]
+    if data_ranks == 1:
+        return laps
+    placed = _place_by_work(lengths, costs, seq_len, data_ranks, len(laps))
+    return laps if placed is None or laps_work(laps, costs) <= laps_work(placed, costs) else placed
+
+
+def laps_work(laps: list[Lap], costs: Sequence[float]) -> float:
+    """Of the longest rows of all laps, one after another: what a step takes."""
+    return sum(max(sum(costs[i] for i in row) for row in lap) for lap in laps)
+
+
+def _place_by_work(
+    lengths: list[int], costs: list[float], seq_len: int, data_ranks: int, laps: int
+) -> list[Lap] | None:
+    """Lap by lap, the costliest documents first, each into the row with the least work: up to the work of the
+    costliest, or of an equal share of what is left where that is more. None where documents are left over.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
+    placed: list[Lap] = []
+    totals = [0.0] * data_ranks
+    while left and len(placed) < laps:
+        share = sum(costs[i] for i in left) / (data_ranks * (laps - len(placed)))
+        most = max(costs[left[0]], share) if len(placed) < laps - 1 else float("inf")
+        rows: Lap = [[] for _ in range(data_ranks)]
+        work, tokens, later = [0.0] * data_ranks, [0] * data_ranks, []
+        for index in left:
+            fits = [
+                rank
+                for rank in range(data_ranks)
+                if tokens[rank] + lengths[index] <= seq_len and work[rank] + costs[index] <= most
+            ]
+            if not fits:
+                later.append(index)
+                continue
+            rank = min(fits, key=work.__getitem__)
+            rows[rank].append(index)
+            work[rank] += costs[index]
+            tokens[rank] += lengths[index]
+        # the lap's longest row to the rank with the least so far
+        by_total = sorted(range(data_ranks), key=totals.__getitem__)
+        lap: Lap = [[] for _ in range(data_ranks)]
+        for rank, row in zip(by_total, sorted(range(data_ranks), key=lambda r: -work[r]), strict=True):
+            lap[rank] = rows[row]
+            totals[rank] += work[row]
+        placed.append(lap)
+        left = later
+    return None if left else placed

@@ -100,7 +100,7 @@ class SftTrainer:
 
     def share(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         """This data rank's rows."""
-        mine = deal_rows([row.num_tokens for row in rows], self.world.data_ranks)[self.world.data_rank]
+        mine = deal_rows([self.policy.flops(row) for row in rows], self.world.data_ranks)[self.world.data_rank]
         return [rows[i] if i >= 0 else padding_micro_batch(rows[0]) for i in mine]
 
     def train_step(self, step: int, rows: list[MicroBatch]) -> dict[str, Any]:
