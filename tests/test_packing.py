@@ -111,6 +111,7 @@ def test_the_imbalance_of_a_step_is_that_of_its_laps():
     work = [[sum(squared(int(n)) for n in row.doc_lens) for row in rows] for rows in ranks]
     laps = sum(max(lap) for lap in zip(*work, strict=True))
     assert imbalance(batches, squared) == pytest.approx(2 * laps / sum(map(sum, work)))
+    assert imbalance([TrainBatch(1, rows, 0, 0, {}) for rows in pack_for_ranks([], 16, 2, squared)], squared) == 1.0
     alone = [TrainBatch(1, pack_for_ranks([document(9)], 16, 1)[0], 1, 1, {})]
     assert imbalance(alone, squared) == 1.0
 

@@ -53,7 +53,8 @@ def _let_go(arrays: list[Any]) -> None:
 def imbalance(batches: list[TrainBatch], work: Work) -> float:
     """Of a step: what its laps take (`prl.transport.packing`) over what they would with all ranks busy; 1 is even."""
     rows = [[sum(work(int(n)) for n in row.doc_lens) for row in batch.micro_batches] for batch in batches]
-    return sum(map(max, zip(*rows, strict=True))) * len(batches) / sum(map(sum, rows))
+    total = sum(map(sum, rows))
+    return sum(map(max, zip(*rows, strict=True))) * len(batches) / total if total else 1.0
 
 
 def build_batches(

@@ -118,6 +118,8 @@ def pack_for_ranks(
     Args:
         work: of a document of so many tokens.
     """
+    if not documents:
+        return [[] for _ in range(data_ranks)]
     laps = pack_laps([len(d) for d in documents], seq_len, data_ranks, work)
     rows = [[build_micro_batch([documents[i] for i in row]) if row else None for row in lap] for lap in laps]
     like = next(row for row in rows[0] if row is not None)
