@@ -88,9 +88,9 @@ def adopt(sweep_dir: Path) -> None:
 
 def adopt_if_free(sweep_dir: Path) -> None:
     """The same for who only looks, or cancels: not while a command submits, and nothing where it cannot be."""
-    if not any((sweep_dir / "slurm").glob(f"*{SUFFIX}")):
-        return
     with contextlib.suppress(OSError, UserError):
+        if not any((sweep_dir / "slurm").glob(f"*{SUFFIX}")):
+            return
         fd = os.open(sweep_dir / SUBMIT_LOCK, os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
