@@ -104,6 +104,8 @@ def state_in(silent: Mapping[str, tuple[str, str]], name: str, state: str) -> tu
     SLURM's queue know of it.
     """
     known, why = silent.get(name, (state, ""))
+    if known in IDLE:  # as it was when the queue was asked; its own word is newer
+        return state, why if known == state else ""
     if state in IDLE or known == "suspended" or (state == UNREADABLE and known == "queued"):
         return known, why
     return state, ""

@@ -101,6 +101,7 @@ def test_what_a_site_may_ask_for_reaches_the_job(tmp_path):
         directory,
         "hydra/launcher=slurm_h200",
         "slurm.gres=gpu:1",
+        "deployment=colocated",
         "seed=1",
         "slurm.account=dev",
         "slurm.qos=high",

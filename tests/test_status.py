@@ -25,7 +25,7 @@ from prl.runtime.people.progress import Progress
 from prl.runtime.process.failures import Failure
 from prl.runtime.process.signals import StopSignals
 from prl.runtime.supervisor import Outcome
-from prl.status import WHY_WIDTH, render, show
+from prl.status import WHY_WIDTH, render, show, state_in
 from prl.watch.store import Store
 
 ODD = [b"a\nb", b"\xff\xfe", "ü\u2028\x1b[2J".encode()]
@@ -160,3 +160,20 @@ def test_the_end_names_alarms_that_were_on(tmp_path: Path, capsys: pytest.Captur
     _conclude(plan, run_dir, Outcome(state, 5, failure), told_to_stop())  # type: ignore[arg-type]
     run_dir.release()
     assert "alarm no_signal was on at the end, since step 3: all rewards are the same" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("silent", "own", "shown"),
+    [
+        (("lost", "job 7_0 has not ended yet"), "done", ("done", "")),  # it ended after the queue was asked
+        (("lost", "job 7_0 has not ended yet"), "running", ("running", "")),
+        (("lost", "job 7_0 has not ended yet"), "lost", ("lost", "job 7_0 has not ended yet")),
+        (("failed", "job 7_0 has not ended yet"), "failed", ("failed", "job 7_0 has not ended yet")),
+        (("queued", "job 7_0 waits: BeginTime"), "failed", ("queued", "job 7_0 waits: BeginTime")),
+        (("starting", "job 7_0 runs again"), "failed", ("starting", "job 7_0 runs again")),
+        (("starting", "job 7_0 runs again"), "running", ("running", "")),
+        (("suspended", "job 7_0 is suspended"), "running", ("suspended", "job 7_0 is suspended")),
+    ],
+)
+def test_a_points_own_word_is_newer_than_what_was_seen_in_the_queue(silent, own, shown) -> None:
+    assert state_in({"p": silent}, "p", own) == shown
