@@ -20,7 +20,7 @@ class EncodedStep:
 
     messages: list[Message]  # one for each data rank
     lags: np.ndarray  # as `staleness` gives them
-    imbalance: float  # as `imbalance` does
+    imbalance: float = 1.0  # as `imbalance` does
 
 
 def encode_step(
