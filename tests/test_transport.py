@@ -4,17 +4,20 @@ import errno
 import json
 import os
 import socket
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from weight_rounds import data_of, shards
 from weight_updates import published
 
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
 from prl.transport import weights
+from prl.transport.boxes import Table
 from prl.transport.weights import SharedMemoryPublisher, make_publisher, receive, stage
 from prl.transport.weights_files import FilesystemPublisher
 
@@ -219,3 +222,60 @@ def test_full_shared_memory_is_explained_and_leaves_nothing(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"(?s)shared memory.*weight_transport=filesystem"):
         published(publisher, 1, tensors())
     assert list(tmp_path.iterdir()) == []
+
+
+# --- files of several ranks -------------------------------------------------------------------------------------------
+
+
+def ranks_of(directory, held, table, file_bytes=1 << 10):
+    """Publishers of ranks that are threads, and a pool for them."""
+    meeting, words = threading.Barrier(len(held), timeout=30), {}
+
+    def gather_as(rank):
+        def gather(word):
+            words[rank] = word
+            meeting.wait()
+            everyones = [words[other] for other in range(len(held))]
+            meeting.wait()
+            return everyones
+
+        return gather
+
+    made = [FilesystemPublisher(directory, 2, file_bytes, rank, gather_as(rank)) for rank in range(len(held))]
+    pool = ThreadPoolExecutor(len(held))
+    list(pool.map(lambda publisher, boxes: publisher.hold(table, boxes), made, held))
+    return made, pool
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_ranks_write_what_they_hold_and_what_is_read_is_whole(tmp_path, by_columns):
+    named = tensors(1)
+    table = Table.of(named)
+    held = [*shards(table, 3, by_columns)] * 2  # of two replicas, one writes
+    made, pool = ranks_of(tmp_path / "weights", held, table)
+    told = []
+    for version in (1, 2, 3):
+        named = tensors(version)
+        parts = [data_of(boxes, named, table) for boxes in held]
+        list(pool.map(lambda publisher, own, v=version: publisher.publish(v, iter(own), told.append), made, parts))
+        info = told[-1]
+        got = dict(receive(info))
+        assert list(got) == [name for name, _ in named]
+        for name, tensor in named:
+            assert got[name].dtype == tensor.dtype
+            assert torch.equal(got[name], tensor)
+        assert [chunk[0][0] for chunk in stage(info)] == list(got)
+    assert len(told) == 3
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["step_2", "step_3"]
+    last = tmp_path / "weights" / "step_3"
+    written = sum(path.stat().st_size for path in last.glob("*.safetensors"))
+    assert written < sum(tensor.nbytes for _, tensor in tensors()) + 2000 * len(list(last.glob("*.safetensors")))
+    file = sorted(last.glob("rank-1*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"rank-1.*is damaged"):
+        list(receive(told[-1]))
+    manifest = json.loads((last / "manifest.json").read_text())
+    manifest["tensors"]["matrix"][2].pop()
+    (last / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="the parts of matrix are not the whole"):
+        list(receive(told[-1], verify=False))

@@ -9,18 +9,26 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from prl.transport.buckets import Assembler, checksum, fill, parts_of, read_header
+from prl.transport.boxes import Table
+from prl.transport.buckets import Assembler, fill, parts_of, read_header
+from prl.transport.nccl_group import connect
+from prl.transport.receiving_nccl import receive_nccl
+from prl.transport.staging import checksum
+from prl.transport.stores import serve_store
 from prl.transport.weights_ipc import arguments_of, handle_of, read_handles
-from prl.transport.weights_nccl import NcclPublisher, receive_nccl
+from prl.transport.weights_nccl import NcclPublisher
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
@@ -233,11 +241,29 @@ class Engines:
             process.kill()
 
 
+def many(device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each a bucket of its own."""
+    return ((f"w{i}", torch.full((256,), float(i), device=device)) for i in range(100))
+
+
+def everything(version: int) -> dict[str, torch.Tensor]:
+    return dict(tensors(version)) | dict(many())
+
+
 def publisher_for(
-    count: int, timeout_s: float = 60.0, verify: bool = True, num_buckets: int = 2, device: torch.device = CPU
+    count: int,
+    sent: dict[str, torch.Tensor] | None = None,
+    timeout_s: float = 60.0,
+    num_buckets: int = 2,
+    device: torch.device = CPU,
 ) -> NcclPublisher:
-    options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "num_buckets": num_buckets, "verify": verify}
-    return NcclPublisher("127.0.0.1", count, device, **options)
+    """Of a trainer of one rank that holds what is to be `sent` (None: `everything`)."""
+    store = serve_store("127.0.0.1", timedelta(seconds=timeout_s))
+    options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "num_buckets": num_buckets, "verify": True}
+    publisher = NcclPublisher(store, 0, 1, count, device, **options)
+    table = Table.of((everything(0) if sent is None else sent).items())
+    publisher.hold(table, table.whole())
+    return publisher
 
 
 @pytest.fixture
@@ -250,23 +276,23 @@ def two_engines():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_buckets", [2, 50], ids=["streamed", "staged"])
 def test_every_engine_gets_every_version(two_engines: Engines, num_buckets: int) -> None:
-    publisher = publisher_for(2, num_buckets=num_buckets)
+    publisher = publisher_for(2, dict(tensors()), num_buckets=num_buckets)
     for version in (1, 2, 3):
         sent = dict(tensors(version))
-        publisher.publish(version, iter(sent.items()), two_engines.announce)
+        publisher.publish(version, iter(sent.values()), two_engines.announce)
         for got in two_engines.results():
             assert not isinstance(got, str), got
             assert list(got) == list(sent)
             for name, tensor in sent.items():
                 assert torch.equal(got[name], tensor)
     publisher.acknowledge()
-    assert not publisher.store.check(["bucket/3/1"]), "what was said of a bucket is forgotten"
+    assert not publisher.store.check(["3/group"]), "what was said of a publication is forgotten"
 
 
 def reaches_all(publisher: NcclPublisher, engines: Engines, version: int, absent: int = 0) -> int:
     """Publish; every engine that there is gets it. Returns the number of the group in which they met."""
-    sent = dict(tensors(version))
-    on_device = ((name, tensor.to(publisher.device)) for name, tensor in sent.items())
+    sent = everything(version)
+    on_device = (tensor.to(publisher.device) for tensor in sent.values())
     publisher.publish(version, on_device, lambda info: engines.announce(info | {"absent": absent}))
     for got in engines.results():
         assert not isinstance(got, str), got
@@ -302,7 +328,7 @@ def test_what_nobody_is_there_to_take_is_withdrawn() -> None:
     def announce(info: dict[str, Any]) -> None:
         threading.Timer(0.1, publisher.withdraw).start()
 
-    publisher.publish(1, ((f"w{i}", torch.zeros(256)) for i in range(10)), announce)
+    publisher.publish(1, everything(1).values(), announce)
     publisher.acknowledge()
     engines = Engines(1)
     assert reaches_all(publisher, engines, 2) == 1
@@ -324,11 +350,6 @@ def latecomer(updates: Any, answers: Any, device: torch.device) -> None:
     os._exit(1)
 
 
-def many(device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each a bucket of its own."""
-    return ((f"w{i}", torch.zeros(256, device=device)) for i in range(100))
-
-
 @pytest.mark.slow
 def test_a_death_among_buckets_that_nobody_tells_of_ends_it_and_says_who_took_part() -> None:
     engines = Engines(1, deserter)
@@ -336,7 +357,7 @@ def test_a_death_among_buckets_that_nobody_tells_of_ends_it_and_says_who_took_pa
     reaches_all(publisher, engines, 1)
     publisher.timeout_s = 1.0
     with pytest.raises(RuntimeError, match=rf"weights of version 2: .* to process {engines.processes[0].pid} of"):
-        publisher.publish(2, many(), engines.announce)
+        publisher.publish(2, everything(2).values(), engines.announce)
     engines.end()
 
 
@@ -358,12 +379,12 @@ def test_those_left_when_one_dies_finish_with_nonsense_and_take_the_next(
 
     thread = threading.Thread(target=withdraw)
     thread.start()
-    publisher.publish(2, many(device), engines.announce)
+    publisher.publish(2, (tensor.to(device) for tensor in everything(2).values()), engines.announce)
     publisher.acknowledge()
     thread.join()
     engines.kill(1)
     (got,) = engines.results()
-    assert list(got) == [f"w{i}" for i in range(100)], "a loader must see the whole model"
+    assert list(got) == list(everything(2)), "a loader must see the whole model"
     engines.add()
     assert [reaches_all(publisher, engines, version) for version in (3, 4)] == [2, 2]
     engines.end()
@@ -373,9 +394,9 @@ def test_those_left_when_one_dies_finish_with_nonsense_and_take_the_next(
 def test_a_version_that_fits_does_not_keep_the_trainer() -> None:
     """The weights sent are those of the moment of publishing, whatever the trainer does to them meanwhile."""
     engines, announced = Engines(1), []
-    publisher = publisher_for(1, num_buckets=50)
     weights = torch.arange(1000.0)
-    publisher.publish(1, [("w", weights)], announced.append)
+    publisher = publisher_for(1, {"w": weights}, num_buckets=50)
+    publisher.publish(1, [weights], announced.append)
     weights.zero_()
     engines.announce(announced[0])  # only now
     (got,) = engines.results()
@@ -391,9 +412,9 @@ def test_a_version_that_does_not_fit_waits_for_its_engines() -> None:
     def stream():
         for i in range(10):
             asked.append(i)
-            yield f"w{i}", torch.full((256,), float(i))
+            yield torch.full((256,), float(i))
 
-    publisher = publisher_for(1)  # two buckets, of one tensor each
+    publisher = publisher_for(1, dict(list(many())[:10]))  # two buckets, of one tensor each
     thread = threading.Thread(target=lambda: publisher.publish(1, stream(), announced.append))
     thread.start()
     while len(asked) < 3:
@@ -413,20 +434,20 @@ def test_a_version_that_does_not_fit_waits_for_its_engines() -> None:
 @pytest.mark.slow
 def test_an_engine_that_does_not_come_is_named(two_engines: Engines) -> None:
     publisher = publisher_for(2, timeout_s=60.0)
-    publisher.publish(1, tensors(), two_engines.announce)
+    publisher.publish(1, everything(1).values(), two_engines.announce)
     two_engines.results()
     victim = two_engines.processes[0]
     two_engines.kill(0)
     publisher.timeout_s = 1.0
     with pytest.raises(TimeoutError, match=rf"version 2: not ready within 1 s: process {victim.pid} of \S+ on cpu"):
-        publisher.publish(2, tensors(), two_engines.announce)
+        publisher.publish(2, everything(2).values(), two_engines.announce)
 
 
 @pytest.mark.slow
 def test_engines_have_time_from_when_they_are_told(two_engines: Engines) -> None:
     """Before, they may be busy with an evaluation."""
     publisher, told = publisher_for(2), threading.Event()
-    publisher.publish(1, tensors(), two_engines.announce)
+    publisher.publish(1, everything(1).values(), two_engines.announce)
     two_engines.results()
     publisher.acknowledge()
     publisher.timeout_s = 3.0
@@ -439,7 +460,7 @@ def test_engines_have_time_from_when_they_are_told(two_engines: Engines) -> None
         threading.Timer(5, tell).start()
         return told
 
-    publisher.publish(2, tensors(2), announce)
+    publisher.publish(2, everything(2).values(), announce)
     assert all(torch.equal(got["long"], dict(tensors(2))["long"]) for got in two_engines.results())
     publisher.acknowledge()
 
@@ -447,21 +468,132 @@ def test_engines_have_time_from_when_they_are_told(two_engines: Engines) -> None
 def test_an_engine_that_never_joined_is_counted() -> None:
     publisher = publisher_for(1, timeout_s=0.2)
     with pytest.raises(TimeoutError, match="1 engine process that never joined"):
-        publisher.publish(0, tensors(), lambda info: None)
+        publisher.publish(0, everything(0).values(), lambda info: None)
 
 
 @pytest.mark.slow
 def test_damage_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prl.transport.weights_nccl.checksum", lambda bucket: checksum(bucket) + 1)  # here, not there
+    monkeypatch.setattr("prl.transport.staging.checksum", lambda bucket: checksum(bucket) + 1)  # here, not there
     engines = Engines(1)
     publisher = publisher_for(1)
 
     def publish() -> None:
         with contextlib.suppress(RuntimeError, TimeoutError):  # its engine ends
-            publisher.publish(1, tensors(), engines.announce)
+            publisher.publish(1, everything(1).values(), engines.announce)
             publisher.acknowledge()
 
     threading.Thread(target=publish, daemon=True).start()
     (answer,) = engines.results()
-    assert "ValueError: bucket 1 of version 1 is damaged" in answer
+    assert "ValueError: round 1 of version 1 is damaged: what came from trainer/0" in answer
+    engines.end()
+
+
+# --- trainers of several ranks ----------------------------------------------------------------------------------------
+
+
+class Trainers:
+    """Ranks of a trainer, each a thread with a connection of its own; rows of all tensors are cut over them."""
+
+    def __init__(self, ranks: int, engines: Engines, timeout_s: float = 60.0) -> None:
+        store = serve_store("127.0.0.1", timedelta(seconds=timeout_s))
+        options = {"timeout_s": timeout_s, "bucket_bytes": 1024, "num_buckets": 2, "verify": True}
+        stores = [store, *(connect("127.0.0.1", store.port, timeout_s) for _ in range(1, ranks))]
+        count = len(engines.processes)
+        self.publishers = [NcclPublisher(s, rank, ranks, count, CPU, **options) for rank, s in enumerate(stores)]
+        self.engines, self.pool = engines, ThreadPoolExecutor(ranks)
+        table = Table.of(everything(0).items())
+        self.held = [table.whole() for _ in range(ranks)]
+        for rank, boxes in enumerate(self.held):
+            step = -(-boxes[:, 2] // ranks)
+            boxes[:, 1] = np.minimum(step * rank, boxes[:, 2])
+            boxes[:, 2] = np.minimum(step, boxes[:, 2] - boxes[:, 1])
+        for rank, boxes in enumerate(self.held):
+            self.held[rank] = boxes[(boxes[:, 2] > 0) | ((rank == 0) & (table.rows == 0))]
+        self.each(lambda rank, publisher: publisher.hold(table, self.held[rank]))
+
+    def each(self, do: Callable[[int, NcclPublisher], Any]) -> list[Any]:
+        return [done.result(60) for done in [self.pool.submit(do, *item) for item in enumerate(self.publishers)]]
+
+    def publish(self, version: int, absent: int = 0) -> None:
+        sent = list(everything(version).values())
+
+        def announce(info: dict[str, Any]) -> None:
+            self.engines.announce(info | {"absent": absent})
+
+        def one(rank: int, publisher: NcclPublisher) -> None:
+            matrices = (sent[box[0]].reshape(max(1, len(sent[box[0]])) if sent[box[0]].ndim else 1, -1)
+                        if sent[box[0]].numel() else sent[box[0]] for box in self.held[rank].tolist())  # fmt: skip
+            rows = [box[1:3] for box in self.held[rank].tolist()]
+            parts = (m[r[0] : r[0] + r[1]] for m, r in zip(matrices, rows, strict=True))
+            publisher.publish(version, parts, announce)
+            publisher.acknowledge()
+
+        self.each(one)
+
+
+def assert_got(engines: Engines, version: int) -> None:
+    for got in engines.results():
+        assert not isinstance(got, str), got
+        sent = everything(version)
+        assert got.keys() == sent.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in sent.items())
+
+
+@pytest.mark.slow
+def test_ranks_send_what_each_of_them_holds(two_engines: Engines) -> None:
+    trainers = Trainers(3, two_engines)
+    for version in (1, 2):
+        trainers.publish(version)
+        assert_got(two_engines, version)
+    assert {publisher.group.number for publisher in trainers.publishers} == {1}
+    two_engines.kill(0)
+    trainers.publish(3, absent=1)
+    assert_got(two_engines, 3)
+    two_engines.add()
+    trainers.publish(4)
+    assert_got(two_engines, 4)
+    assert {publisher.group.number for publisher in trainers.publishers} == {3}
+    assert trainers.publishers[0].store.num_keys() < 60, "what was said of a publication is forgotten"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dying", [deserter, latecomer])
+def test_all_ranks_leave_a_group_in_which_an_engine_died(dying: Callable[..., None]) -> None:
+    engines = Engines(1)
+    engines.add(dying)
+    trainers = Trainers(2, engines)
+    trainers.publish(1)
+    engines.results()
+
+    def withdraw() -> None:
+        engines.processes[1].join()
+        time.sleep(0.3)  # till somebody has noticed
+        trainers.publishers[0].withdraw()
+
+    thread = threading.Thread(target=withdraw)
+    thread.start()
+    trainers.publish(2)
+    thread.join()
+    engines.kill(1)
+    (got,) = engines.results()
+    assert got.keys() == everything(2).keys(), "a loader must see the whole model"
+    engines.add()
+    for version in (3, 4):
+        trainers.publish(version)
+        assert_got(engines, version)
+    assert {publisher.group.number for publisher in trainers.publishers} == {2}
+    engines.end()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_no_engines_that_do_not_come() -> None:
+    engines = Engines(0)
+    engines.processes = [None]  # one is expected
+    trainers = Trainers(2, engines)
+    threading.Timer(0.5, trainers.publishers[0].withdraw).start()
+    trainers.publish(1)
+    engines.processes = []
+    engines.add()
+    trainers.publish(2)
+    assert_got(engines, 2)
     engines.end()

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from weight_rounds import send, shards
 
 from prl.config import compose
 from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.checkpoints.writing import hf_tensors
+from prl.transport.boxes import Table
 from prl.transport.buckets import Assembler, Chunk, fill, parts_of
+from prl.transport.rounds import Schedule
 
 pytestmark = [
     pytest.mark.vllm,
@@ -113,6 +116,31 @@ def test_copies_are_those_of_vllms_loaders(vllm_ranks: None, tmp_path: Path, ove
             loader.load(arriving(weights(path, overrides, 4)[1:]))
         with pytest.raises(ValueError, match=r"model.embed_tokens.weight: torch.float64 .* before .*torch.float32"):
             loader.load([[(name, tensor.double())] for name, tensor in weights(path, overrides, 4)])
+
+
+def test_the_parts_that_are_copied_are_enough(vllm_ranks: None, tmp_path: Path, overrides: list[str]) -> None:
+    """As trainer ranks send them, each from its own rows."""
+    from prl.inference.vllm.loading import WeightLoader
+
+    path = resolve_model_path(compose(overrides).model, tmp_path)
+    with vllm_models(path) as make:
+        served, model_config = make()
+        loader = WeightLoader(served, model_config, in_place=True)
+        assert loader.wants is None, "the first time, nobody knows"
+        loader.load(arriving(weights(path, overrides, 1)))
+        named = weights(path, overrides, 2)
+        table = Table.of(named)
+        assert loader.wants is not None
+        wanted = loader.wants.boxes(table)
+        holdings = shards(table, 3, by_columns=False)
+        schedule = Schedule.of(table, holdings, BUCKET)
+        (incoming,), (got,) = send(schedule, holdings, named, [wanted], verify=True)
+        loader.wants.repeat_parts(incoming.parts(number, data) for number, data in enumerate(got))
+        expected, _ = make()
+        expected.load_weights(iter(named))
+        assert_same(served, expected)
+        with pytest.raises(ValueError, match=r"1 tensors did not come, among them model.embed_tokens.weight"):
+            loader.wants.boxes(Table.of(named[1:]))
 
 
 def test_a_reload_does_not_rely_on_what_buckets_held(vllm_ranks: None, tmp_path: Path, overrides: list[str]) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from families import SIZES, family_card
 from rank_processes import run_script, serve_rank
 from tiny import VOCAB, moe_card
+from torch import Tensor
 
 from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
@@ -27,6 +29,7 @@ from prl.runtime.directory.checkpoints import commit, parts_of
 from prl.trainer import parallelize
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.memory.activation_offload import apply_activation_offload
+from prl.trainer.owned import owned_by
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import World, build_world, sum_over_data
 from prl.transport.batch import MicroBatch
@@ -119,9 +122,30 @@ def run_job(job: Job) -> dict[str, Any]:
     if job.save:
         save(policy, Path(job.save), job.start + job.steps)
     weights = {name: tensor.clone() for name, tensor in hf_tensors(policy.model)}  # adapters are added in
+    check_owned(policy, weights)
     experts = [param for module in parallelize.expert_modules(policy.model) for param in module.parameters()]
     held = sum(local_part(param).numel() * param.element_size() for param in experts)
     return {"history": history, "weights": weights, "random": torch.rand(3), "expert_bytes": held}
+
+
+def check_owned(policy: Policy, weights: dict[str, Tensor]) -> None:
+    """What this rank says that it holds of the gathered `weights` it does, and all ranks hold all."""
+    owned = owned_by(policy.model, None, policy.world)
+    assert owned.table.names == list(weights)
+    assert owned.table.shapes == [list(whole.shape) for whole in weights.values()]
+    for box, part in zip(owned.boxes.tolist(), owned.parts(), strict=True):
+        number, row, rows, column, columns = box
+        whole = weights[owned.table.names[number]]
+        matrix = whole.reshape(int(owned.table.rows[number]), int(owned.table.columns[number]))
+        assert torch.equal(part.reshape(rows, columns), matrix[row : row + rows, column : column + columns])
+    everyones: list[Any] = [None] * policy.world.size
+    if policy.world.size > 1:
+        dist.all_gather_object(everyones, owned.boxes)
+    else:
+        everyones = [owned.boxes]
+    once = np.unique(np.concatenate(everyones), axis=0)
+    held = np.bincount(once[:, 0], once[:, 2] * once[:, 4], len(weights))
+    assert held.tolist() == [whole.numel() for whole in weights.values()]
 
 
 def save(policy: Policy, run_dir: Path, step: int, asynchronous: bool = False) -> None:

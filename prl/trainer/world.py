@@ -122,6 +122,20 @@ def meet() -> None:
     sum_over_world(torch.zeros(1, dtype=torch.float64))
 
 
+def gather_bytes(data: bytes) -> list[bytes]:
+    """What each rank has called it with, on all of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [data]
+    size = torch.tensor([len(data)])
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyones = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyones, padded)
+    return [given[: int(n)].numpy().tobytes() for given, n in zip(everyones, sizes, strict=True)]
+
+
 def sum_over_data(values: torch.Tensor, world: World) -> torch.Tensor:
     """`sum_over_world` of what all ranks of a context group hold alike: each data rank counts once."""
     return sum_over_world(values) / world.cp

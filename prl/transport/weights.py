@@ -25,9 +25,9 @@ from prl.config.schema import WeightTransportConfig
 from prl.transport.buckets import Announce, Chunk
 from prl.transport.flat import layout_of, tensor_at
 from prl.transport.kinds import DEVICE_TRANSPORTS
+from prl.transport.receiving_nccl import receive_nccl
 from prl.transport.weights_files import FilesystemPublisher, check_file, manifest_of, receive_files
 from prl.transport.weights_ipc import receive_ipc
-from prl.transport.weights_nccl import receive_nccl
 from prl.transport.weights_tcp import TcpPublisher, receive_tcp
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -43,7 +43,7 @@ class Publisher(Protocol):
 
 def make_publisher(config: WeightTransportConfig, weights_dir: Path, segments: Path, address: str) -> Publisher:
     """A host transport's. `segments`: what those of shared memory are called; `address`: of this host, for engines."""
-    if config.type == "filesystem":
+    if config.type == "filesystem":  # of one rank
         return FilesystemPublisher(weights_dir, config.keep)
     if config.type == "tcp":
         return TcpPublisher(address, config.timeout_s)

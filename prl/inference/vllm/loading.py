@@ -2,13 +2,13 @@
 
 Where all layers keep parameters as checkpoints have them (unquantised, Triton experts), new weights are copied straight
 into them: the first time by vLLM's own loaders, which are watched; then the same copies are made again, many in one
-kernel. Other models go through vLLM's layerwise reload, which holds a layer's tensors until it has them all.
+kernel, and a trainer that sends parts is asked for those alone that are copied (`copies.py`). Other models go through
+vLLM's layerwise reload, which holds a layer's tensors until it has them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -23,8 +23,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from prl.inference.vllm.copies import Copies, Copy
 from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
 from prl.transport.buckets import Chunk
+from prl.transport.receiving_nccl import receive_parts
+from prl.transport.weights import stage
 
 AS_STORED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # which on GPUs leave weights as they were loaded
 EXPERTS_AS_STORED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
@@ -69,6 +72,19 @@ class WeightLoader:
         else:
             self._reload(chunks)
 
+    @property
+    def wants(self) -> Copies | None:
+        """For a trainer that sends parts of tensors, which it needs. None: whole ones."""
+        return self.copies if self.copies is not None and self.copies.are_boxes else None
+
+    def stage(self, update_info: dict[str, Any], verify: bool, device: torch.device) -> Callable[[], None]:
+        """What loads a version, which is there. Raises ValueError when it is damaged, OSError when it is not there."""
+        if update_info["type"] == "nccl" and (wants := self.wants) is not None:
+            arriving = receive_parts(update_info, device, wants)
+            return lambda: wants.repeat_parts(arriving)
+        chunks = stage(update_info, verify, device)
+        return lambda: self.load(chunks)
+
     def _watch(self, chunks: Iterable[Chunk]) -> None:
         recorder = Recorder(self.model)
         with recorder, torch.no_grad():
@@ -100,56 +116,6 @@ def _check(expected: set[str], loaded: set[str] | None) -> None:
     """`loaded`: as vLLM's models tell; the names of parameters are not those of a checkpoint's tensors."""
     if loaded is not None and (missing := sorted(expected - loaded)):
         raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A strided part of a tensor that arrives (size, stride, offset in elements), and where in a parameter it goes."""
-
-    target: Tensor
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def source_in(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-
-@dataclass
-class Copies:
-    """What becomes of each tensor that arrives; those of other ranks' experts become nothing."""
-
-    of: dict[str, list[Copy]] = field(default_factory=dict)
-    form: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def repeat(self, chunks: Iterable[Chunk]) -> None:
-        """Raises ValueError for tensors that are not those of the first time."""
-        missing = set(self.of)
-        for chunk in chunks:
-            runs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-            for name, tensor in chunk:
-                if self.form.get(name) != (tensor.shape, tensor.dtype):
-                    raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, before {self.form.get(name)}")
-                missing.discard(name)
-                for copy in self.of[name]:
-                    target, source = copy.target, copy.source_in(tensor)
-                    if _alike(target, source):
-                        targets, sources = runs.setdefault(source.dtype, ([], []))
-                        targets.append(target)
-                        sources.append(source)
-                    else:
-                        target.copy_(source)
-            for targets, sources in runs.values():
-                torch._foreach_copy_(targets, sources)  # one kernel for many; FSDP2 relies on it, too
-        if missing:
-            raise ValueError(f"{len(missing)} tensors did not come, among them {', '.join(sorted(missing)[:3])}")
-
-
-def _alike(target: Tensor, source: Tensor) -> bool:
-    """Whether a fused copy takes them: one kernel for a whole list only if all are contiguous and of one kind."""
-    same = target.dtype == source.dtype and target.device == source.device and target.shape == source.shape
-    return same and target.is_contiguous() and source.is_contiguous()
 
 
 class Recorder(TorchDispatchMode):

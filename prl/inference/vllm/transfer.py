@@ -6,9 +6,8 @@ vLLM creates one in each of its workers. /update_weights makes sure of what is o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from prl.inference.vllm.loading import WeightLoader, keeps_layout
-from prl.transport.buckets import Chunk
 from prl.transport.sources import WeightSource
-from prl.transport.weights import stage
 
 
 @dataclass
@@ -40,7 +37,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Reads whole Hugging Face tensors; vLLM's loaders cut out each worker's shard."""
+    """Reads whole Hugging Face tensors, of which vLLM's loaders cut out each worker's shard, or these shards alone."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -49,7 +46,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self.verify_checksum = True
         self.source = WeightSource.from_environment()
-        self.staged: list[Iterable[Chunk]] = []
+        self.staged: list[Callable[[], None]] = []
         self.loader = WeightLoader(self.model, self.model_config, keeps_layout(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -68,7 +65,8 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises ValueError when a checksum does not match, OSError when the source is not there."""
         try:
-            self.staged.append(stage(self.source.check(update_info.published), self.verify_checksum, self.device))
+            published = self.source.check(update_info.published)
+            self.staged.append(self.loader.stage(published, self.verify_checksum, self.device))
         except (KeyError, TypeError) as error:
             raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
 
@@ -77,7 +75,8 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self.staged:
             raise ValueError("/finish_weight_update before any /update_weights")
         staged, self.staged = self.staged, []
-        self.loader.load(chain.from_iterable(staged))
+        for load in staged:
+            load()
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
 

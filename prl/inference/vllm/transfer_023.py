@@ -19,7 +19,6 @@ from vllm.distributed.weight_transfer.base import (
 
 from prl.inference.vllm.loading import WeightLoader, keeps_layout
 from prl.transport.sources import WeightSource
-from prl.transport.weights import stage
 
 
 @dataclass
@@ -37,7 +36,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Reads whole Hugging Face tensors; vLLM's loaders cut out each worker's shard.
+    """Reads whole Hugging Face tensors, of which vLLM's loaders cut out each worker's shard, or these shards alone.
 
     An update that fails half-way leaves a mixture: the orchestrator ends the run then.
     """
@@ -63,10 +62,10 @@ class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raises ValueError when a checksum does not match or a parameter gets nothing, OSError without a source."""
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            chunks = stage(self.source.check(update_info.published), self.verify_checksum, device)
+            load = self.loader.stage(self.source.check(update_info.published), self.verify_checksum, device)
         except (KeyError, TypeError) as error:
             raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
-        self.loader.load(chunks)
+        load()
 
     def shutdown(self) -> None:
         """Nothing is held."""

@@ -9,20 +9,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prl.models.adapters.peft import peft_config
+from prl.models.adapters.peft import peft_config, peft_tensors
+from prl.models.checkpoints.writing import hf_tensors
+from prl.models.layers.decoder import Decoder
 from prl.planning.run_plan import RunPlan
 from prl.runtime.process.child import ChildContext
-from prl.trainer.world import World
-from prl.transport.kinds import DEVICE_TRANSPORTS
+from prl.trainer.owned import Owned, owned_by
+from prl.trainer.world import World, gather_bytes, meet
+from prl.transport.buckets import Announce
+from prl.transport.nccl_group import connect
 from prl.transport.serving import address_towards
 from prl.transport.stores import serve_store
 from prl.transport.weights import Publisher, make_publisher
+from prl.transport.weights_files import FilesystemPublisher
 from prl.transport.weights_ipc import IpcPublisher
 from prl.transport.weights_lora import AdapterPublisher
 from prl.transport.weights_nccl import NcclPublisher
 
+AnyPublisher = Publisher | NcclPublisher | None  # None: of ranks that only take part in gathers
 
-def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
+
+def publisher_of(ctx: ChildContext, world: World) -> AnyPublisher:
     """This rank's publisher; None for ranks that only take part in the gathers. A collective."""
     transport = ctx.plan.config.weight_transport
     address = ctx.endpoints["rendezvous"].rsplit(":", 1)[0]
@@ -30,34 +37,82 @@ def publisher_of(ctx: ChildContext, world: World) -> Publisher | None:
         address = address_towards(ctx.plan.config.inference.urls, address)
     if transport.type == "ipc":
         return _ipc_publisher(ctx, world, address)
+    if transport.type == "nccl":
+        return _nccl_publisher(ctx, world, address)
+    if transport.type == "filesystem" and world.size > 1:
+        publisher = FilesystemPublisher(ctx.run_dir / "weights", transport.keep, rank=world.rank, gather=gather_bytes)
+        meet()  # the directory is there
+        return publisher
     if not world.is_main:
         return None
-    if transport.type == "nccl":
-        receivers = count_receivers(ctx.plan)
-        buckets = transport.stage_mib // transport.bucket_mib
-        options = device_options(ctx.plan)
-        return NcclPublisher(address, receivers, world.device, num_buckets=buckets, beat=ctx.beat, **options)
     if transport.type == "lora":
         config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
         return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)
     return make_publisher(transport, ctx.run_dir / "weights", Path(ctx.shared_memory), address)
 
 
-def _ipc_publisher(ctx: ChildContext, world: World, address: str) -> IpcPublisher:
-    """Every rank's: it serves the engine on its own GPU, if there is one. The first rank holds the store for all."""
-    timeout = timedelta(seconds=ctx.plan.config.weight_transport.timeout_s)
-    store = serve_store(address, timeout) if world.is_main else None
+def _store_of_all(ctx: ChildContext, world: World, address: str) -> dist.TCPStore:
+    """The first rank's, which all others use. A collective."""
+    timeout_s = ctx.plan.config.weight_transport.timeout_s
+    store = serve_store(address, timedelta(seconds=timeout_s)) if world.is_main else None
     port = torch.tensor(0 if store is None else store.port)
     if world.size > 1:
         dist.broadcast(port, src=0)
-    if store is None:
-        store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
+    return connect(address, int(port), timeout_s) if store is None else store
+
+
+def _nccl_publisher(ctx: ChildContext, world: World, address: str) -> NcclPublisher:
+    """Every rank's: each sends what it holds."""
+    transport = ctx.plan.config.weight_transport
+    return NcclPublisher(
+        _store_of_all(ctx, world, address),
+        world.rank,
+        world.size,
+        count_receivers(ctx.plan),
+        world.device,
+        num_buckets=transport.stage_mib // transport.bucket_mib,
+        beat=ctx.beat,
+        **device_options(ctx.plan),
+    )
+
+
+def _ipc_publisher(ctx: ChildContext, world: World, address: str) -> IpcPublisher:
+    """Every rank's: it serves the engine on its own GPU, if there is one."""
+    store = _store_of_all(ctx, world, address)
     role = ctx.role
     serves = any(
         engine.node == role.node and role.devices[0] in engine.devices for engine in ctx.plan.roles_of("inference")
     )
     announcing = {"host": address, "port": store.port} if world.is_main else None
     return IpcPublisher(store, announcing, world.device, serves=serves, **device_options(ctx.plan))
+
+
+class Outgoing:
+    """A rank's weights, as its publisher takes them."""
+
+    def __init__(self, plan: RunPlan, world: World, model: Decoder, publisher: AnyPublisher) -> None:
+        """A collective."""
+        self.model, self.publisher, self.dtype = model, publisher, wire_dtype(plan)
+        self.only_adapters = plan.config.weight_transport.type == "lora"
+        self.owned: Owned | None = None  # of those that send what they hold
+        if isinstance(publisher, NcclPublisher) or (isinstance(publisher, FilesystemPublisher) and publisher.gather):
+            self.owned = owned_by(model, self.dtype, world)
+            publisher.hold(self.owned.table, self.owned.boxes)
+
+    def publish(self, version: int, announce: Announce) -> None:
+        """A collective where weights are gathered for it."""
+        if self.owned is not None:
+            assert isinstance(self.publisher, NcclPublisher | FilesystemPublisher)
+            self.publisher.publish(version, self.owned.parts(), announce)
+            return
+        model = self.model
+        tensors = peft_tensors(model, model.card) if self.only_adapters else hf_tensors(model, self.dtype)
+        assert not isinstance(self.publisher, NcclPublisher)
+        if self.publisher is not None:
+            self.publisher.publish(version, tensors, announce)
+            return
+        for _ in tensors:  # take part in the gathers
+            pass
 
 
 def device_options(plan: RunPlan) -> dict[str, Any]:
@@ -75,8 +130,8 @@ def count_receivers(plan: RunPlan) -> int:
 
 
 def wire_dtype(plan: RunPlan) -> torch.dtype | None:
-    """In which matrices travel: from GPU to GPU the one in which engines compute, else (None) the trainer's own."""
+    """In which matrices travel: the one in which engines compute. Adapters (None) keep the trainer's own."""
     inference, model = plan.config.inference, plan.config.model
-    if plan.config.weight_transport.type not in DEVICE_TRANSPORTS:
+    if plan.config.weight_transport.type == "lora":
         return None
     return getattr(torch, model.dtype if inference.dtype == "auto" else inference.dtype)

@@ -13,15 +13,13 @@ import numpy as np
 import torch
 
 from prl.metrics.mfu import utilisation
-from prl.models.adapters.peft import peft_tensors
 from prl.models.checkpoints.sources import resolve_model_path
-from prl.models.checkpoints.writing import hf_tensors
 from prl.runtime.process.child import ChildContext
 from prl.trainer.loops.batches import BatchClient
 from prl.trainer.loops.export import export_policy
 from prl.trainer.loops.guard import StepGuard
 from prl.trainer.loops.kept_logp import KeptLogp
-from prl.trainer.loops.publishing import publisher_of, wire_dtype
+from prl.trainer.loops.publishing import Outgoing, publisher_of
 from prl.trainer.loops.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.loops.saving import Saving
 from prl.trainer.loops.shared_fetch import SharedFetch
@@ -53,7 +51,8 @@ class RLTrainer:
         self.batches = SharedFetch(world, self.client)
         self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took)
         self.guard = StepGuard(self.config.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
-        self.publisher, self.wire_dtype = publisher_of(ctx, world), wire_dtype(ctx.plan)
+        self.publisher = publisher_of(ctx, world)
+        self.outgoing = Outgoing(ctx.plan, world, self.policy.model, self.publisher)
         self.kept = KeptLogp(ctx, world)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
@@ -151,15 +150,8 @@ class RLTrainer:
         started = time.perf_counter()
         self.publications += 1
         make_room(self.config, self.world.device)
-        model = self.policy.model
-        only_adapters = self.config.weight_transport.type == "lora"
-        tensors = peft_tensors(model, model.card) if only_adapters else hf_tensors(model, self.wire_dtype)
-        if self.publisher is None:
-            for _ in tensors:  # take part in the gathers
-                pass
-            return time.perf_counter() - started
         self.await_announced()
-        if self.holds:
+        if self.holds and self.publisher is not None:
             self.publisher.acknowledge()  # the version before: till now an engine that was restarted could fetch it
 
         def announce(update_info: dict[str, Any]) -> threading.Event:
@@ -167,7 +159,7 @@ class RLTrainer:
             self.announced = self.poster.submit(self.announce, self.publications, version, update_info, told)
             return told
 
-        self.publisher.publish(version, tensors, announce)
+        self.outgoing.publish(version, announce)
         return time.perf_counter() - started
 
     def announce(self, publication: int, version: int, update_info: dict[str, Any], told: threading.Event) -> None:
@@ -209,8 +201,11 @@ class RLTrainer:
         if finished and self.config.ckpt.export_hf:
             export_policy(self.policy, self.model_path, self.ctx.run_dir / "export")
         meet()  # the orchestrator leaves upon the word of the first, and another may still be asking it
+        self.await_announced()
+        if isinstance(self.publisher, NcclPublisher):
+            self.publisher.acknowledge()  # each rank sends, and the first has the store that they all use
+            meet()
         if self.world.is_main:
-            self.await_announced()
             self.client.say_done(step)
 
     # --- metrics ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""The process group of trainer ranks and engine processes, and what is said about it in the trainer's TCPStore.
+
+Trainer ranks come first, in their order, then engine processes in the order in which they came. Members of a group are
+fixed, so when others come than the last time, because an engine died or one was started again, the group is dropped and
+another made. It is NCCL's on GPUs; on CPUs, where tests run, it is gloo's.
+
+Keys of the store, P being a publication (a version may be published more than once):
+
+    table, holds/R     what tensors there are, and which boxes of them the trainer rank R holds
+    wants/I/N          which boxes the engine process I wants; N counts what it has wanted so far, 0 is everything
+    P/come             how many have come
+    P/ready/I          the I-th to come: who it is, what it wants, how many are absent
+    P/group            number of the group, its engine processes and what they want
+    P/received/I       who has everything             P/sent/R   which trainer rank is done
+    P/withdrawn        set when the trainer gave it up
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+POLL_S = 0.005
+WATCH_S = 0.2
+
+
+@dataclass
+class Group:
+    """Of trainer ranks and those engine processes that took part when it was made."""
+
+    number: int  # counts the groups of a trainer
+    group: Any  # ProcessGroupNCCL or ProcessGroupGloo
+
+    def exchange(self, got: Tensor, got_sizes: list[int], given: Tensor, given_sizes: list[int]) -> Any:
+        """What everyone gives everyone, in bytes by rank; `got` and `given` hold them one after another, [n] uint8.
+
+        Returns work to wait for.
+        """
+        return self.group.alltoall_base(got, given, got_sizes, given_sizes)
+
+    def drop(self) -> None:
+        """Nothing is under way in it, and nobody is waited for: a member may be dead."""
+        self.group.abort()
+
+
+def make_group(store: dist.Store, number: int, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
+    limit = timedelta(seconds=timeout_s)
+    prefixed = dist.PrefixStore(f"group/{number}", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    else:
+        group = dist.ProcessGroupGloo(prefixed, rank, size, limit)
+    return Group(number, group)
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who takes part in a publication: the group's number (0: nobody, it was withdrawn before it began), trainer ranks,
+    and of each engine process its identity and what it wants, by number.
+    """
+
+    number: int
+    trainers: int
+    members: tuple[str, ...]
+    wants: tuple[int, ...]
+
+    def pack(self) -> str:
+        return json.dumps([self.number, self.trainers, self.members, self.wants])
+
+    @staticmethod
+    def unpack(text: bytes | str) -> Party:
+        """Raises ValueError for what `pack` has not made."""
+        match json.loads(text):
+            case [int(number), int(trainers), [*members], [*wants]] if len(members) == len(wants):
+                if all(isinstance(m, str) for m in members) and all(type(w) is int and w >= 0 for w in wants):
+                    return Party(number, trainers, tuple(members), tuple(wants))
+        raise ValueError("the trainer's word on who takes part in an update is not understood")
+
+    @property
+    def size(self) -> int:
+        return self.trainers + len(self.members)
+
+
+def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """To the trainer's store, from another process of trainer or engine."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def set_bytes(store: dist.Store, key: str, value: bytes) -> None:
+    store.set(key, value)  # type: ignore[arg-type]  # it takes them, and `get` returns them
