@@ -254,3 +254,11 @@ def test_what_needs_our_layers_is_not_told_to_take_them_where_there_are_none(tmp
     assert "qwen3_moe" in problem.why
     (problem,) = problems(written(tmp_path / "ours", "qwen3"), "model.impl=hf", "memory_recipe.compile=true", job="sft")
     assert "model.impl=custom" in problem.why
+
+
+def test_a_checkpoint_begins_without_a_warm_start_unless_one_is_asked_for(tmp_path):
+    line = ["model=auto", f"model.path={written(tmp_path, 'llama')}", "model.tokenizer=byte"]
+    assert compose(["model=tiny_llama"]).warm_start is not None
+    assert compose(line).warm_start is None
+    assert compose([*line, "warm_start=reverse_text"]).warm_start is not None
+    assert compose([*line, "warm_start.max_steps=3"]).warm_start.max_steps == 3

@@ -25,6 +25,8 @@ FAMILIES = (
     "glm4_moe normed, two shared, in groups",
     "minimax_m2",
     "deepseek_v3",
+    "glm4_moe_lite",
+    "deepseek_v32",
     "glm_moe_dsa shared choices",
     "nemotron_h",
     "nemotron_h without latents, in groups",
@@ -46,6 +48,7 @@ SPARSE = DENSE | {
 LATENT_LORA = ["memory=lora", "memory_recipe.lora.targets=[q_b_proj,kv_b_proj,o_proj,experts]",
                "memory_recipe.lora.alpha=32"]  # fmt: skip
 GATHER = "parallelism.cp_style=gather"
+HOST = "memory_recipe.optim_cpu_offload=full"  # where gradients are, too
 LATENT = SPARSE | {
     "lora": ("ep2_cp2", [*LATENT_LORA, *FOUR, GATHER]),
     "cp2_gather": ("cp2", [GATHER, "memory=selective", OFFLOAD]),
@@ -53,15 +56,20 @@ LATENT = SPARSE | {
 }
 # keys are gathered, whatever cp_style is said: there is no other way
 GATHERED = {case: job for case, job in LATENT.items() if not case.startswith(("cp2_", "cp3_"))} | {
-    "ep2": ("ep2", ["memory=selective", "memory_recipe.optim_cpu_offload=full"]),  # of which indexers are no part
+    "ep2": ("ep2", ["memory=selective", HOST]),  # of which indexers are no part
 }
 STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,q_proj,up_proj,experts]",
               "memory_recipe.lora.alpha=32"]  # fmt: skip
 STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {"lora": ("ep2_cp2", [*STATE_LORA, *FOUR])}
 
 
+SAME_LAYERS = {"glm4_moe_lite": LATENT, "deepseek_v32": GATHERED}  # of deepseek_v3 and glm_moe_dsa: fewer jobs
+
+
 def cases(name):
     card = family_card(name)
+    if name in SAME_LAYERS:
+        return {case: SAME_LAYERS[name][case] for case in ("fsdp", "ep2_cp2", "lora")}
     if card.index_topk:
         return GATHERED
     if card.state_layers:
@@ -76,13 +84,15 @@ LEARNING = {
 }
 SHARING = "glm_moe_dsa shared choices"
 JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
+FULL_GRADIENTS = [key for key, (_, more) in JOBS.items() if key[1] != "lora" and HOST not in more]
+SHIPPED = {"lr": 0.01, "eps": 1e-8}  # AdamW's own eps
 
 
 def adapters(name):
     return [line for line in cases(name)["lora"][1] if line not in (*FOUR, GATHER)]
 
 
-def make_job(root, name, layout, overrides):
+def make_job(root, name, layout, overrides, **fields):
     path = root / name.replace(" ", "_")
     if not path.exists():
         model = random_model(family_card(name), std=0.1)
@@ -91,7 +101,7 @@ def make_job(root, name, layout, overrides):
         save_checkpoint(hf_tensors(model), path, model.card)
     # eps: with 1e-5 two of 8,448 elements of an embedding, whose gradients are rounding, differ by 2.5e-5
     optim = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
-    return Job(str(path), family=name, layout=layout, optim=optim, overrides=list(overrides))
+    return Job(str(path), family=name, layout=layout, optim=optim, overrides=list(overrides), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +111,10 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(root, tmp_path_factory):
-    jobs = {key: make_job(root, key[0], *job) for key, job in JOBS.items()}
-    jobs |= {("learning", case): make_job(root, SHARING, *job) for case, job in LEARNING.items()}
+    jobs = {key: make_job(root, key[0], *job, gradients=key in FULL_GRADIENTS) for key, job in JOBS.items()}
+    jobs |= {("learning", case): make_job(root, SHARING, *job, gradients=True) for case, job in LEARNING.items()}
+    shipped = make_job(root, SHARING, *JOBS[SHARING, "ep2_cp2"])
+    jobs["shipped"] = replace(shipped, steps=1, optim={**shipped.optim, **SHIPPED})
     return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
 
 
@@ -110,7 +122,7 @@ def results(root, tmp_path_factory):
 def alone(root):
     """What one process makes of each family, without recipe; and with adapters."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    plain = {name: run_job(make_job(root, name, "single", [])) for name in FAMILIES}
+    plain = {name: run_job(make_job(root, name, "single", [], gradients=True)) for name in FAMILIES}
     lora = {name: run_job(make_job(root, name, "single", adapters(name))) for name in FAMILIES}
     yield plain, lora
     dist.destroy_process_group()
@@ -122,9 +134,41 @@ def test_three_steps_equal_one_process(results, alone, name, case):
     assert_equal(results[name, case], (lora if case == "lora" else plain)[name])
 
 
+@pytest.mark.parametrize(("name", "case"), FULL_GRADIENTS)
+def test_every_gradient_equals_that_of_one_process(results, alone, name, case):
+    """Also those that AdamW's eps hides in the test above."""
+    assert_same_gradients(results[name, case]["gradients"], alone[0][name]["gradients"])
+
+
 @pytest.mark.parametrize("case", LEARNING)
 def test_indexers_learn_as_in_one_process(results, alone, root, case):
-    assert_equal(results["learning", case], run_job(make_job(root, SHARING, "single", INDEXERS)))
+    plain = run_job(make_job(root, SHARING, "single", INDEXERS, gradients=True))
+    assert_equal(results["learning", case], plain)
+    assert any("indexer" in name for name in plain["gradients"])
+    assert_same_gradients(results["learning", case]["gradients"], plain["gradients"])
+
+
+def assert_same_gradients(got, plain):
+    """To the rounding of float32: each element to 1e-5 of the largest of its parameter."""
+    assert got.keys() == plain.keys()
+    for name, grad in plain.items():
+        largest = grad.abs().max().item()
+        assert largest > 0, name
+        torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-5 * largest, msg=name)
+
+
+def test_layouts_part_where_adamw_divides_rounding_by_its_eps(results, alone, root):
+    """With the eps of 1e-8 of conf/optim: an element whose gradient is as small as the rounding of its sum takes a
+    step of a size of its own in each layout. No other element does.
+    """
+    job = make_job(root, SHARING, "single", [], gradients=True)
+    plain = run_job(replace(job, steps=1, optim={**job.optim, **SHIPPED}))
+    norm = plain["history"][0][1]
+    gradients = {name: grad / max(norm, 1.0) for name, grad in plain["gradients"].items() if ".experts." not in name}
+    for name, grad in gradients.items():
+        saved = name if name == "lm_head.weight" else f"model.{name}"
+        far = (results["shipped"]["weights"][saved] - plain["weights"][saved]).abs() > 1e-6
+        assert not far.any() or grad[far].abs().max() < 3e-7, name
 
 
 def test_what_indexers_learn_changes_nothing_else(alone, root):

@@ -21,8 +21,8 @@ from prl.models.text.tokenizer import save_byte_tokenizer
 from prl.trainer.loops.export import export_policy
 
 CPU = torch.device("cpu")
-PREFIX = {"deepseek_v3": "model.layers.3.", "glm4_moe": "model.layers.3.", "glm_moe_dsa": "model.layers.3.",
-          "glm4_moe_lite": "model.layers.3.", "minimax_m2": "model.layers.3.",
+PREFIX = {"deepseek_v3": "model.layers.3.", "deepseek_v32": "model.layers.3.", "glm4_moe": "model.layers.3.",
+          "glm_moe_dsa": "model.layers.3.", "glm4_moe_lite": "model.layers.3.", "minimax_m2": "model.layers.3.",
           "nemotron_h": "mtp.layers.0."}  # fmt: skip
 KEYS = {"nemotron_h": {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
         "minimax_m2": {"num_mtp_modules": 1, "use_mtp": True}}  # fmt: skip

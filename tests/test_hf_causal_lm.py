@@ -437,6 +437,24 @@ def test_attention_of_another_kind_is_refused_before_weights_are_read(family, ch
     assert caught.value.where == str(tmp_path)
 
 
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_every_layer_is_asked_before_weights_are_read(odd, tmp_path, monkeypatch):
+    """A model whose layers are not alike is told by the one that is another."""
+    from transformers.models.llama import modeling_llama
+
+    class Odd(modeling_llama.LlamaAttention):
+        def __init__(self, config, layer_idx):
+            super().__init__(config, layer_idx)
+            self.is_causal = layer_idx != odd
+
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", Odd)
+    sizes = SIZES | {"num_hidden_layers": 3}
+    AutoConfig.for_model("llama", **sizes, head_dim=8).save_pretrained(tmp_path)
+    card = ModelCard(family="other", head_dim=8, **{k: v for k, v in sizes.items() if k != "intermediate_size"})
+    with pytest.raises(UserError, match="later tokens"):
+        build_hf_model(tmp_path, card)
+
+
 @pytest.mark.parametrize("changes", [{"is_causal": False}, {"use_bidirectional_attention": True}])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_encoders_are_told_by_planning(family, changes, tmp_path):

@@ -102,7 +102,7 @@ def test_packed_int4_of_recorded_bytes(tmp_path):
     short = {
         "_packed": torch.tensor([[106181136]], dtype=torch.int32),
         "_scale": torch.tensor([[1.0]]),
-        "_shape": torch.tensor([1, 7]),
+        "_shape": torch.tensor([1, 7], dtype=torch.int32),  # as Kimi-K2-Thinking has it
     }
     assert torch.equal(slices_of(short, INT4, tmp_path)[:], numbers[None, :7])
 
@@ -167,29 +167,36 @@ def not_attention(name):
     return ".self_attn." not in name and "embed" not in name and "lm_head" not in name and "gate.weight" not in name
 
 
-MODELS = [("deepseek_v3", "fp8"), ("deepseek_v3", "fp8, small blocks"), ("glm4_moe", "fp8, powers of two"),
-          ("qwen3", "int4"), ("deepseek_v3", "int4")]  # fmt: skip
+def linears(name):
+    """As DeepSeek-V3.2, GLM-5 and MiniMax-M2 publish them: attention's and the indexers' too, but for their weights."""
+    return not any(part in name for part in ("embed", "lm_head", ".gate.", "weights_proj"))
+
+
+MODELS = [("deepseek_v3", "fp8", not_attention), ("deepseek_v3", "fp8, small blocks", linears),
+          ("glm4_moe", "fp8, powers of two", not_attention), ("deepseek_v32", "fp8, small blocks", linears),
+          ("glm_moe_dsa shared choices", "fp8", linears), ("minimax_m2", "fp8, small blocks", linears),
+          ("qwen3", "int4", not_attention), ("deepseek_v3", "int4", not_attention)]  # fmt: skip
 
 
 @pytest.fixture(params=MODELS)
 def checkpoint(request, tmp_path):
-    """(card, a checkpoint of it, quantised but for attention, embeddings and routers; its tensors before that)"""
-    family, how = request.param
+    """(card, a checkpoint of it of which some matrices are quantised, its tensors before that, and which they are)"""
+    family, how, which = request.param
     card = family_card(family)
     path = tmp_path / "quantised"
     save_checkpoint(hf_tensors(random_model(card)), path, card)
     original = load_file(path / "model.safetensors")
-    quantise(path, *HOW[how], not_attention)
-    return card, path, original
+    quantise(path, *HOW[how], which)
+    return card, path, original, {name for name, tensor in original.items() if tensor.ndim == 2 and which(name)}
 
 
 def test_a_model_is_read_from_it(checkpoint, tmp_path):
-    card, path, original = checkpoint
+    card, path, original, quantised = checkpoint
     check_card(path, card)
     held = dict(hf_tensors(load_model(path, card, torch.float32, CPU)))
     changed = [name for name in original if not torch.equal(held[name], original[name])]
-    assert changed
-    assert all(not_attention(name) for name in changed)
+    assert set(changed) == quantised
+    assert not card.index_topk or any(".indexer.wq_b." in name for name in changed)
     with open_tensors(path) as said:
         assert held.keys() == said.keys()
         for name, part in said.items():
@@ -200,7 +207,7 @@ def test_a_model_is_read_from_it(checkpoint, tmp_path):
 
 
 def test_its_exports_are_not_quantised(checkpoint, tmp_path):
-    card, path, _ = checkpoint
+    card, path, *_ = checkpoint
     model = load_model(path, card, torch.float32, CPU)
     export_checkpoint(model, hf_tensors(model), path, tmp_path / "export", card)
     assert "quantization_config" not in json.loads((tmp_path / "export/config.json").read_text())

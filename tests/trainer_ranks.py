@@ -18,6 +18,7 @@ from families import SIZES, family_card
 from rank_processes import run_script, serve_rank
 from tiny import VOCAB, moe_card
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
@@ -58,6 +59,7 @@ class Job:
     save: str | None = None  # run directory to save to at the end
     bad: list[int] = field(default_factory=list)  # steps in which the gradients of the first rank are NaN
     left_out: list[int] = field(default_factory=list)  # steps that are not taken at all
+    gradients: bool = False  # those of the first step are a part of the result
 
 
 def rows_of(step: int) -> list[MicroBatch]:
@@ -98,6 +100,13 @@ def job_mesh(job: Job) -> MeshPlan:
 
 def train_step(policy: Policy, step: int, bad: bool = False) -> tuple[float, float]:
     """(loss over the world, gradient norm before clipping)"""
+    loss = accumulate(policy, step, bad)
+    norm = policy.optimizer_step(step).grad_norm
+    return sum_over_data(torch.tensor([loss], dtype=torch.float64), policy.world).item(), norm
+
+
+def accumulate(policy: Policy, step: int, bad: bool = False) -> float:
+    """Forward and backward over this rank's rows of a step; its part of the loss."""
     world, rows = policy.world, rows_of(step)
     targets = sum(int(row.loss_mask.sum()) for row in rows)
     loss = 0.0
@@ -106,8 +115,19 @@ def train_step(policy: Policy, step: int, bad: bool = False) -> tuple[float, flo
         share = -policy.forward(micro, loss_tokens=targets).logp.sum() / targets
         (share * float("nan") if bad and world.rank == 0 else share).backward()
         loss += share.item()
-    norm = policy.optimizer_step(step).grad_norm
-    return sum_over_data(torch.tensor([loss], dtype=torch.float64), world).item(), norm
+    return loss
+
+
+def take_gradients(policy: Policy, step: int) -> dict[str, Tensor]:
+    """Whole ones of a step that is not taken, by parameter, before clipping. A collective of the world."""
+    accumulate(policy, step)
+    taken = {}
+    for name, param in policy.model.named_parameters():
+        if param.grad is not None:
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            taken[name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")] = grad.clone()
+            param.grad = None
+    return taken
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -117,6 +137,7 @@ def run_job(job: Job) -> dict[str, Any]:
     policy = build_policy(job, world)
     if job.load:
         TrainerCheckpointer(Path(job.load), asynchronous=False).load(Path(job.load), policy.model, policy.optimizers)
+    gradients = take_gradients(policy, job.start + 1) if job.gradients else {}
     taken = [step for step in range(job.start + 1, job.start + job.steps + 1) if step not in job.left_out]
     history = [train_step(policy, step, step in job.bad) for step in taken]
     if job.save:
@@ -125,7 +146,8 @@ def run_job(job: Job) -> dict[str, Any]:
     check_owned(policy, weights)
     experts = [param for module in parallelize.expert_modules(policy.model) for param in module.parameters()]
     held = sum(local_part(param).numel() * param.element_size() for param in experts)
-    return {"history": history, "weights": weights, "random": torch.rand(3), "expert_bytes": held}
+    found = {"history": history, "weights": weights, "gradients": gradients}
+    return found | {"random": torch.rand(3), "expert_bytes": held}
 
 
 def check_owned(policy: Policy, weights: dict[str, Tensor]) -> None:
