@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import family_card
 from safetensors.torch import load_file, save_file
-from tiny import random_model
+from tiny import moe_card, random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config import compose
@@ -17,6 +17,7 @@ from prl.config.errors import ConfigError, UserError
 from prl.models.checkpoints.reading import INDEX, SINGLE, check_files, read_tensors
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.families.hf_causal_lm import check_empty
+from prl.models.text.tokenizer import load_tokenizer
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -70,3 +71,12 @@ def test_numbers_by_themselves_cannot_be_sharded():
     lm.model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(UserError, match=r"no dimension: model\.scale"):
         check_empty(lm, None)
+
+
+def test_a_checkpoint_whose_tokenizer_was_left_out_is_told(tmp_path):
+    """transformers makes an empty one of config.json alone."""
+    card = moe_card()
+    save_checkpoint(hf_tensors(random_model(card)), tmp_path, card)
+    config = compose(["model=auto", f"model.path={tmp_path}"]).model
+    with pytest.raises(UserError, match=r"no tokenizer(?s:.*)it has no vocabulary"):
+        load_tokenizer(config, tmp_path)

@@ -133,13 +133,44 @@ def test_runs_that_differ_in_more_than_the_seed_are_no_group_of_seeds(tmp_path: 
     make_point(tmp_path / "c", [0.0, 0.3], others=("seed=3", "optim.lr=0.5"))
     make_point(tmp_path / "d", [0.0, 0.9], others=("seed=4", "env=countdown", "algo=sync"))
     result = compared(tmp_path)
-    assert result.columns == ["algo", "optim.lr", "seed"]
+    assert result.columns == ["algo", "optim.lr", "env", "seed"]
     assert {group.key: len(group.points) for group in result.groups} == {
-        ("default", "0.0015"): 2,
-        ("default", "0.5"): 1,
-        ("sync", "0.0015"): 1,
+        ("default", "0.0015", "reverse_text"): 2,
+        ("default", "0.5", "reverse_text"): 1,
+        ("sync", "0.0015", "countdown"): 1,
     }
-    assert "env" in next(note for note in result.notes if "differ" in note)
+
+
+def test_single_runs_show_all_in_which_they_differ(tmp_path: Path) -> None:
+    """Although one key would do to tell them apart."""
+    make_point(tmp_path / "a", [0.0, 0.1], others=("optim.lr=0.001", "algo.group_size=4", "max_steps=2"))
+    make_point(tmp_path / "b", [0.0, 0.2], others=("optim.lr=0.002", "algo.group_size=8", "max_steps=3"))
+    result = compared(tmp_path)
+    assert set(result.columns) == {"optim.lr", "algo.group_size", "max_steps"}
+    make_point(tmp_path / "c", [0.0, 0.2], others=("memory=tight",))
+    columns = compared(tmp_path).columns
+    assert "memory_recipe" in columns or "memory" in columns
+    assert not any(column.startswith("memory_recipe.") for column in columns), "which follow from the choice"
+
+
+def test_sweeps_show_in_what_they_differ_besides_what_was_swept(tmp_path: Path) -> None:
+    for lr in ("0.1", "0.2"):
+        make_point(tmp_path / "x" / lr, [0.0, 0.1], optim__lr=lr)
+    for lr in ("0.3", "0.4"):
+        make_point(
+            tmp_path / "y" / lr, [0.0, 0.2], optim__lr=lr, others=("algo.max_off_policy_steps=0", "eval.num_tasks=8")
+        )
+    assert {"algo.max_off_policy_steps", "eval.num_tasks"} < set(compared(tmp_path).columns)
+    assert compared(tmp_path / "y").columns == ["optim.lr"]
+
+
+def test_what_is_too_much_for_columns_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prl.compare.columns.MOST_COLUMNS", 1)
+    make_point(tmp_path / "a", [0.0, 0.1], others=("optim.lr=0.001", "algo.group_size=4"))
+    make_point(tmp_path / "b", [0.0, 0.2], others=("optim.lr=0.002", "algo.group_size=8"))
+    result = compared(tmp_path)
+    assert result.columns == ["algo.group_size"]
+    assert "optim.lr" in next(note for note in result.notes if "differ" in note)
 
 
 def test_what_was_swept_is_not_all_that_sets_sweeps_apart(tmp_path: Path) -> None:

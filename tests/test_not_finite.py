@@ -165,6 +165,14 @@ def test_a_run_that_ends_with_bad_steps_is_not_done(tmp_path):
     assert "the last 2 steps of the run were not finite; no checkpoint is good" in failure["message"]
 
 
+def test_weights_that_are_not_finite_to_begin_with_are_not_blamed_on_training(alone, tmp_path):
+    guard, model = StepGuard(8, tmp_path, lambda: None), torch.nn.Linear(2, 2)
+    guard.begin(model)
+    model.weight.requires_grad_(False)[0, 1] = math.nan  # frozen ones, too
+    with pytest.raises(UserError, match=r"begins with are not finite: weight\."):
+        guard.begin(model)
+
+
 @pytest.mark.parametrize(("skipped", "told"), [([1], "no step of the run was finite"), ([0, 1], None), ([1, 0], None)])
 def test_a_run_without_a_finite_step_is_not_done(alone, skipped, told, tmp_path):
     guard = StepGuard(8, tmp_path, lambda: None)

@@ -102,7 +102,7 @@ def test_the_last_word_waits_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     trainer.world = SimpleNamespace(is_main=True)
     trainer.config = compose(["max_steps=5"])
     trainer.saving = SimpleNamespace(end=lambda step, policy, wanted: None)
-    trainer.policy = trainer.announced = None
+    trainer.policy = trainer.announced = trainer.publisher = None
     trainer.client = SimpleNamespace(say_done=lambda step: told.append("done"))
     monkeypatch.setattr(rl_loop, "meet", lambda: told.append("all are here"))
     trainer.end(3)

@@ -10,7 +10,9 @@ from prl.config.console import one_line
 from prl.config.point import NOT_IDENTITY
 
 ABSENT = "-"
+SECRETS = {"inference.api_key_var", "inference.control_key_var"}  # names of variables, which change nothing
 SEED = "seed"
+MOST_COLUMNS = 12  # with what was not swept; a note names the others
 SECOND_NAMES = {"memory": "memory_recipe"}
 
 
@@ -18,12 +20,15 @@ def swept_columns(points: list[Point]) -> list[str]:
     """The keys that tell points apart: those that were swept, in the order given, what else differs, the seed last.
 
     Points that agree in all columns but the seed compute the same thing but for chance: they are one group. What was
-    not swept is a column (group choices before single keys) if it separates points that those before it do not.
+    not swept is a column (group choices before single keys): within one sweep, whose other keys follow from those that
+    were swept, if it separates points that those before it do not; of points from anywhere, if they differ in it.
     """
     keys = list(dict.fromkeys(key for point in points for key in point.swept))
     known = [point for point in points if point.config]
     columns = [key for key in keys if key != SEED]
     columns += _differing(known, columns)
+    if not _are_one_sweep(points):
+        columns += _unexplained(known, columns)[: max(0, MOST_COLUMNS - len(columns))]
     seeds = {value_of(point, SEED) for point in known}
     return [*columns, *([SEED] if SEED in keys or len(seeds) > 1 else [])]
 
@@ -58,16 +63,42 @@ def _differing(points: list[Point], columns: list[str]) -> list[str]:
     return more
 
 
-def choices_behind(points: list[Point], columns: list[str]) -> list[str]:
-    """Groups whose choices differ and that are no column, for the columns tell the points apart without them."""
+def _are_one_sweep(points: list[Point]) -> bool:
+    places = {(point.directory, frozenset(point.swept)) for point in points}
+    return len(places) == 1 and points[0].directory is not None and bool(points[0].swept)
+
+
+def _unexplained(points: list[Point], columns: list[str]) -> list[str]:
+    """Keys in which points differ and that are no column: those whose value another choice of their group does not
+    tell, be it a column or one of these.
+    """
+    named = {SECOND_NAMES.get(column, column): [value_of(point, column) for point in points] for column in columns}
+    found: list[str] = []
+    for key in _candidates(points):
+        values = [value_of(point, key) for point in points]
+        is_seed = all(value == value_of(point, SEED) for value, point in zip(values, points, strict=True))
+        told = named.get(key.split(".")[0])
+        if len(set(values)) < 2 or key in named or is_seed or (told is not None and _tells(told, values)):
+            continue
+        found.append(key)
+        named[key] = values
+    return found
+
+
+def _tells(told: list[str], values: list[str]) -> bool:
+    """Whether the second of each pair follows from the first."""
+    return len(set(zip(told, values, strict=True))) == len(set(told))
+
+
+def differing_behind(points: list[Point], columns: list[str]) -> list[str]:
+    """Keys in which points differ and that are no column: there are too many, or (choices alone, within a sweep) the
+    columns tell the points apart without them.
+    """
     known = [point for point in points if point.config]
-    return [
-        key
-        for key in _candidates(known)
-        if key in known[0].config.get("choices", {})
-        and key not in {SECOND_NAMES.get(column, column) for column in columns}
-        and len({value_of(point, key) for point in known}) > 1
-    ]
+    further = _unexplained(known, columns)
+    if not _are_one_sweep(points):
+        return further
+    return [key for key in further if key in known[0].config.get("choices", {})]
 
 
 def _candidates(points: list[Point]) -> Iterator[str]:
@@ -75,7 +106,7 @@ def _candidates(points: list[Point]) -> Iterator[str]:
     choices = sorted({group for point in points for group in point.config.get("choices", {}) if group.isprintable()})
     yield from choices
     for key in sorted({key for point in points for key in _flat(point.config) if key.isprintable()}):
-        if key not in choices and key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES):
+        if key not in choices and key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES) and key not in SECRETS:
             yield key
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prl.compare.columns import ABSENT, SEED, choices_behind, swept_columns, value_of
+from prl.compare.columns import ABSENT, SEED, differing_behind, swept_columns, value_of
 from prl.compare.curves import AXES, HELD_OUT, TRAINING, Axis, Metric
 from prl.compare.points import Point
 from prl.compare.stats import half_width, holm, mean, welch_p
@@ -12,6 +12,7 @@ from prl.config.errors import UserError
 
 ALPHA = 0.05
 SHOWN = 3  # points of a job
+MOST_NAMED = 12  # keys in a note
 CLOSE = 0.95  # of the budget: a value from before that is worth a word
 
 
@@ -182,8 +183,9 @@ def _judge(best: Group, others: list[Group]) -> None:
 
 
 def _add_notes(result: Comparison, ranked: int, job: str) -> None:
-    if behind := choices_behind(result.points, result.columns):
-        result.notes.append(f"These points differ in other choices, too: {', '.join(behind)}.")
+    if behind := differing_behind(result.points, result.columns):
+        named = ", ".join(behind[:MOST_NAMED]) + (f" and {len(behind) - MOST_NAMED} more" * (len(behind) > MOST_NAMED))
+        result.notes.append(f"These points differ in other choices, too: {named}.")
     if result.budget is None or result.metric is None:
         result.notes.append("No point has a value to rank by.")
         return

@@ -26,7 +26,10 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
     own = config.tokenizer not in (None, "byte")
     wanted = str(config.tokenizer) if own else str(path)
     try:
-        return _tokenizer_class(Path(wanted)).from_pretrained(wanted)
+        tokenizer = _tokenizer_class(Path(wanted)).from_pretrained(wanted)
+        if not tokenizer.encode("a b", add_special_tokens=False):  # as transformers makes one where there are no files
+            raise ValueError("it has no vocabulary: the files of a tokenizer (tokenizer.json) are not there")
+        return tokenizer
     except Exception as error:  # a dozen unrelated types for "not there", "no network" and "not a tokenizer"
         said = str(error).strip().splitlines() or [repr(error)]
         raise UserError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prl.config.errors import UserError
 from prl.models.sharding import local_part
 from prl.runtime.directory.checkpoints import step_dir, steps
 from prl.trainer.world import sum_over_world
@@ -37,8 +38,20 @@ class StepGuard:
         self.sample: Tensor = torch.empty(0)  # of this rank's weights, after the step before
 
     def begin(self, model: nn.Module) -> None:
-        """Call before the first step of this attempt, with the weights that it begins with."""
+        """Call on all ranks before the first step of this attempt, with the weights that it begins with.
+
+        Raises UserError when these are not finite.
+        """
         self.sample = sample_weights(model)
+        if not has_finite_weights(model, frozen=True):
+            bad = [name for name, param in model.named_parameters() if not local_part(param).detach().isfinite().all()]
+            named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" * (len(bad) > 3))
+            raise UserError(
+                f"The weights that this run begins with are not finite: {named or 'those of another rank'}.",
+                where="model.path, or the checkpoint that the run resumes from",
+                why="numbers that are infinite or none at all spoil every answer of the model",
+                fix="model.path= an intact checkpoint",
+            )
 
     def check(
         self, step: int, row: dict[str, Any], model: nn.Module, groups: list[int], log: Callable[[], None]
@@ -107,9 +120,9 @@ def sample_weights(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def has_finite_weights(model: nn.Module) -> bool:
-    """Whether all trained weights are, on all ranks. A collective; reads the weights once."""
-    weights = [local_part(param.detach()) for param in model.parameters() if param.requires_grad]
+def has_finite_weights(model: nn.Module, frozen: bool = False) -> bool:
+    """Whether all trained weights are, and `frozen` ones where told so, on all ranks. A collective; reads them once."""
+    weights = [local_part(param.detach()) for param in model.parameters() if param.requires_grad or frozen]
     finite = all(
         bool(torch.stack(torch._foreach_norm(group, ord=float("inf"))).isfinite().all()) for group in _by_kind(weights)
     )
