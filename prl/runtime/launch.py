@@ -20,7 +20,7 @@ from prl.metrics.reader import truncate_rows
 from prl.planning.planner import make_plan
 from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
-from prl.runtime.directory.files import as_user_error
+from prl.runtime.directory.files import READ_ONLY, as_user_error
 from prl.runtime.directory.hours import Hours
 from prl.runtime.directory.rundir import RunDir, claim, is_locked
 from prl.runtime.directory.status_file import State, StatusFile, read_status
@@ -78,6 +78,8 @@ def run(
             told = as_user_error(error, run_dir.path)
             if told is None:
                 raise
+            if _is_told_as_failure(told):
+                return 1
             raise told from error
         except UserError as error:
             may_pass = isinstance(error, PassingError) and not isinstance(error, AwayError)  # then it resumes here
@@ -263,9 +265,19 @@ def how_to_go_on(plan: RunPlan, path: Path, does: str, by_hand: bool = False) ->
     return f"the sweep's command {does}; for this point alone: python -m prl.runtime.agent {place}"
 
 
+def _is_told_as_failure(error: UserError) -> bool:
+    """Whether it was told here: a disk that becomes read-only under a run is no mistake of who started it."""
+    if error.what.startswith(READ_ONLY):
+        print(error.render(), file=sys.stderr, flush=True)
+        return True
+    return False
+
+
 def _tell_failure(failure: Failure) -> None:
     error = failure.as_user_error()
     if error is not None:
+        if _is_told_as_failure(error):
+            return
         raise error
     print(failure.render(), file=sys.stderr, flush=True)
 

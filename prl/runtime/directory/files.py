@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = "The file system has become read-only"  # begins what is said of it
 INT_DIGITS = sys.float_info.max_10_exp  # at most: a float holds all of so many
 NO_RUNS = (".git", "__pycache__", "node_modules", "site-packages")  # names of directories that hold others' files
 OF_A_VENV = "pyvenv.cfg"
@@ -298,9 +299,18 @@ def is_full_disk(error: BaseException) -> bool:
     """Whether it says ENOSPC or EDQUOT: by number or, as safetensors' writer in Rust does, in words. Words of others
     may be about another place: NCCL's and PyTorch's about /dev/shm.
     """
+    return _says(error, FULL_DISK)
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether it says EROFS, by number or in words likewise."""
+    return _says(error, (errno.EROFS,))
+
+
+def _says(error: BaseException, numbers: Iterable[int]) -> bool:
     if isinstance(error, OSError):
-        return error.errno in FULL_DISK
-    says_so = any(os.strerror(number) in str(error) for number in FULL_DISK)
+        return error.errno in numbers
+    says_so = any(os.strerror(number) in str(error) for number in numbers)
     return says_so and type(error).__name__ == "SafetensorError"
 
 
@@ -312,6 +322,17 @@ def full_disk_here(error: BaseException, path: Path) -> UserError:
         where=str(path),
         why=f"{reason}: no space left on the device, or a quota is exceeded",
         fix=f"free space; then the same command, a sweep's too, resumes (a run by itself: with output_dir="
+        f"{shlex.quote(str(path))})",
+    )
+
+
+def read_only_here(error: BaseException, path: Path) -> UserError:
+    """What a run says whose directory can no longer be written to while it runs."""
+    return PassingError(
+        f"{READ_ONLY}: {getattr(error, 'filename', None) or path} could not be written.",
+        where=str(path),
+        why="the machine's log (dmesg) says why it was mounted anew, after an error of the disk above all",
+        fix=f"make it writable again; then the same command, a sweep's too, resumes (a run by itself: with output_dir="
         f"{shlex.quote(str(path))})",
     )
 
@@ -332,6 +353,8 @@ def as_user_error(error: BaseException, run_dir: Path) -> UserError | None:
         return error
     if is_full_disk(error):
         return full_disk_here(error, run_dir)
+    if is_read_only(error):
+        return read_only_here(error, run_dir)
     return directory_in_the_way(error) if isinstance(error, IsADirectoryError) else None
 
 

@@ -7,6 +7,7 @@ Roles that are started by hand, or by torchrun, have agents with seats of their 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -312,7 +313,8 @@ class Nodes:
         """Send the agents home, with what to tell who started them; those that this process has are waited for."""
         self._ended.set()
         for path in self.announced:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that became read-only: the agents are sent home all the same
+                path.unlink(missing_ok=True)
         for node in self.by_index.values():
             node.wire.send({"do": "end", "verdict": verdict})
             node.wire.close()

@@ -60,6 +60,7 @@ def is_told_in_private(is_job: bool) -> bool:
 
 
 def take_back_keys(run_dir: Path) -> None:
-    """They open nothing any more."""
+    """They open nothing any more, so that one that cannot be removed (a disk that became read-only) does no harm."""
     for name in (CONTROL_KEY, API_KEY):
-        (run_dir / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (run_dir / name).unlink(missing_ok=True)
