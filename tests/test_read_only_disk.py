@@ -55,7 +55,7 @@ def test_it_is_told_where_and_how_to_go_on(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_run_ends_in_sentences_and_resumes(start: Start, disk: Path) -> None:  # noqa: F811
     place = disk / "run"
-    root = start("max_steps=400", f"output_dir={place}", name="disk/run")
+    root = start("max_steps=60", f"output_dir={place}", name="disk/run")
     wait_for(lambda: bool(steps(place)))
     subprocess.run(["mount", "--bind", disk, disk], check=True)
     try:
@@ -67,6 +67,6 @@ def test_a_run_ends_in_sentences_and_resumes(start: Start, disk: Path) -> None: 
     assert "Traceback" not in output
     assert "The file system has become read-only" in output
     assert f"output_dir={place}" in output
-    code, output = start("max_steps=400", f"output_dir={place}", name="disk/run").wait()
+    code, output = start("max_steps=60", f"output_dir={place}", name="disk/run").wait()
     assert code == 0, output
     assert "resuming from the checkpoint" in output

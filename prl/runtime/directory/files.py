@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -307,9 +307,9 @@ def is_read_only(error: BaseException) -> bool:
     return _says(error, (errno.EROFS,))
 
 
-def _says(error: BaseException, numbers: Iterable[int]) -> bool:
+def _says(error: BaseException, numbers: Collection[int]) -> bool:
     if isinstance(error, OSError):
-        return error.errno in numbers
+        return error.errno is not None and error.errno in numbers
     says_so = any(os.strerror(number) in str(error) for number in numbers)
     return says_so and type(error).__name__ == "SafetensorError"
 
