@@ -500,3 +500,29 @@ def test_runs_that_repeat_a_seed_count_once(tmp_path: Path) -> None:
     assert any("repeat a seed of their group (1, 2) count once" in note for note in result.notes)
     table = group_table(result)
     assert table.rows[0][table.headings.index("seeds")].text == "2"
+
+
+@pytest.mark.parametrize(("failed", "is_ranked"), [(0, True), (1, True), (12, False)])
+def test_evaluations_that_lost_rollouts_say_so(tmp_path: Path, failed: int, is_ranked: bool) -> None:
+    make_point(tmp_path / "a", [0.0, 0.5])
+    path = make_point(tmp_path / "b", [0.0, 0.5], others=("optim.lr=0.5",))
+    counts = {"eval/failed_rollouts": failed, "eval/rollouts": 16}
+    MetricsWriter(path, "orchestrator").log(step=1, **{"eval/reward": 0.9}, **counts)
+    result = compared(tmp_path)
+    assert ("b" in result.ranked) == is_ranked
+    told = [note for note in result.notes if note.startswith(f"b: {failed} of 16 rollouts")]
+    assert len(told) == (failed > 0)
+    assert all(("not ranked" in note) == (not is_ranked) for note in told)
+
+
+def test_the_policy_before_training_is_not_ranked_among_trained_ones(tmp_path: Path) -> None:
+    make_point(tmp_path / "a", [0.0, 0.1, 0.2])
+    path = make_point(tmp_path / "b", [0.9, 0.1, 0.1, 0.1, 0.1], others=("optim.lr=0.5",))
+    file = path / "metrics" / "orchestrator.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = [row for row in rows if "eval/reward" not in row or row["step"] in (0, 4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    result = compared(tmp_path)
+    assert "b" not in result.values
+    assert any(note.startswith("b: it was evaluated before its first step") for note in result.notes)
+    assert result.groups[0].points[0].name == "a"

@@ -92,6 +92,7 @@ def make_curves(job: str, rows: dict[str, list[Row]], devices: int | None) -> Cu
         _series(rows, HELD_OUT.get(job)),
         _series(rows, TRAINING.get(job)),
         _figures([trainer[step] for step in steps], [*_by_step(rows["orchestrator"]).values()], step_s, tokens, devices)
+        | failed_rollouts(rows["orchestrator"])
         | (evaluated_figures(rows["orchestrator"]) if job == "eval" else {}),
     )
 
@@ -159,6 +160,18 @@ def _numbers(rows: list[Row], key: str) -> list[float]:
 
 def _mean(values: list[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def failed_rollouts(rows: list[Row]) -> dict[str, float]:
+    """How many rollouts of the last evaluation failed and are in none of its means, and how many it had; nothing where
+    none did.
+    """
+    last = next((row for row in reversed(rows) if "eval/reward" in row), {})
+    failed, every = _number(last, "eval/failed_rollouts"), _number(last, "eval/rollouts")
+    return {FAILED: failed, EVALUATED: every} if failed and every else {}
+
+
+FAILED, EVALUATED = "failed_rollouts", "evaluated_rollouts"
 
 
 def evaluated_figures(rows: list[Row]) -> dict[str, float]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prl.compare.columns import ABSENT, SEED, differing_behind, swept_columns, value_of
-from prl.compare.curves import AXES, HELD_OUT, TRAINING, Axis, Metric
+from prl.compare.curves import AXES, EVALUATED, FAILED, HELD_OUT, TRAINING, Axis, Metric
 from prl.compare.points import Point
 from prl.compare.stats import half_width, holm, mean, welch_p
 from prl.config.errors import UserError
 
 ALPHA = 0.05
 SHOWN = 3  # points of a job
+MOST_LOST = 0.1  # of an evaluation's rollouts, for a point that is ranked
 MOST_NAMED = 12  # keys in a note
 CLOSE = 0.95  # of the budget: a value from before that is worth a word
 
@@ -129,6 +130,8 @@ def _group(points: list[Point], columns: list[str]) -> list[Group]:
 def _choose_ranked(result: Comparison, points: list[Point]) -> list[Point]:
     """Finished points with values; while none has finished, all that have any."""
     with_values = [point for point in points if point.curves and point.curves.series(result.held_out)]
+    if result.held_out:
+        with_values = _complete(result, with_values)
     done = [point for point in with_values if point.is_done]
     if with_values and not done:
         result.notes.append("No point has finished yet: those with values are ranked, whatever becomes of them.")
@@ -144,6 +147,16 @@ def _choose_ranked(result: Comparison, points: list[Point]) -> list[Point]:
     return ranked
 
 
+def _complete(result: Comparison, points: list[Point]) -> list[Point]:
+    """Without those that lost too many rollouts of their last evaluation: what is left may be its easy tasks."""
+    counts = {p.name: (p.figures[FAILED], p.figures[EVALUATED]) for p in points if FAILED in p.figures}
+    lost = {name for name, (failed, every) in counts.items() if failed > MOST_LOST * every}
+    for name, (failed, every) in counts.items():
+        what = f"{failed:g} of {every:g} rollouts of its last evaluation failed and count for nothing"
+        result.notes.append(f"{name}: {what}" + ("; it is not ranked." if name in lost else "."))
+    return [point for point in points if point.name not in lost]
+
+
 def _measure(result: Comparison, ranked: list[Point]) -> None:
     """The common budget, and every point's value at it if it got that far."""
     result.budget = min(point.curves.reached(result.axis) for point in ranked if point.curves)
@@ -152,6 +165,13 @@ def _measure(result: Comparison, ranked: list[Point]) -> None:
             found = point.curves.last_within(result.axis, result.budget, result.held_out)
             if found is not None:
                 result.values[point.name] = found
+    trained = {point.name for point in result.points if point.job != "eval"}
+    untrained = [name for name, (spent, _) in result.values.items() if not spent and name in trained]
+    if len(untrained) < len(result.values):
+        for name in untrained:
+            del result.values[name]
+            what = "it was evaluated before its first step, and next beyond the budget"
+            result.notes.append(f"{name}: {what}; it is not ranked.")
 
 
 def _rank(result: Comparison) -> None:
