@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from families import family_card
+from families import ROUTED, family_card
 from test_parallel_equality import LORA, assert_equal, run_worlds
 from tiny import random_model
 from torch.distributed.checkpoint import FileSystemReader
@@ -21,14 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case wait
 
 FAMILIES = (
     "llama3 rope",
-    "glm4_moe",
+    *ROUTED,
     "glm4_moe normed, two shared, in groups",
-    "minimax_m2",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "deepseek_v32",
-    "glm_moe_dsa shared choices",
-    "nemotron_h",
     "nemotron_h without latents, in groups",
 )
 FOUR = ["deployment.num_train_gpus=4"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import family_card
+from families import ROUTED, family_card
 from runs import UNEVALUATED, rows, run
 from tiny import moe_card, random_model
 
@@ -65,18 +65,7 @@ def test_more_experts_than_a_byte_holds_and_a_layer_without_any() -> None:
     assert result["largest KL with"] < 1e-6
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "glm4_moe",
-        "minimax_m2",
-        "deepseek_v3",
-        "glm4_moe_lite",
-        "deepseek_v32",
-        "glm_moe_dsa shared choices",
-        "nemotron_h",
-    ],
-)
+@pytest.mark.parametrize("name", ROUTED)
 def test_every_family_replays_the_choices_of_its_engine(name: str) -> None:
     """In bfloat16, where engine and trainer choose otherwise now and then; latents are absorbed in the one alone."""
     model = random_model(family_card(name, num_experts=64)).requires_grad_(False).eval()

@@ -10,7 +10,7 @@ from prl.config.console import one_line
 from prl.config.point import NOT_IDENTITY
 
 ABSENT = "-"
-SECRETS = {"inference.api_key_var", "inference.control_key_var"}  # names of variables, which change nothing
+VARIABLES = {"inference.api_key_var", "inference.control_key_var"}  # names of variables, which change nothing
 SEED = "seed"
 MOST_COLUMNS = 12  # with what was not swept; a note names the others
 SECOND_NAMES = {"memory": "memory_recipe"}
@@ -106,7 +106,11 @@ def _candidates(points: list[Point]) -> Iterator[str]:
     choices = sorted({group for point in points for group in point.config.get("choices", {}) if group.isprintable()})
     yield from choices
     for key in sorted({key for point in points for key in _flat(point.config) if key.isprintable()}):
-        if key not in choices and key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES) and key not in SECRETS:
+        if (
+            key not in choices
+            and key.split(".")[0] not in (*NOT_IDENTITY, SEED, *SECOND_NAMES)
+            and key not in VARIABLES
+        ):
             yield key
 
 

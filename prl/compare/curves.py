@@ -167,7 +167,8 @@ def failed_rollouts(rows: list[Row]) -> dict[str, float]:
     none did.
     """
     last = next((row for row in reversed(rows) if "eval/reward" in row), {})
-    failed, every = _number(last, "eval/failed_rollouts"), _number(last, "eval/rollouts")
+    failed = _number(last, "eval/failed_rollouts")
+    every = sum(_number(last, key) for key in last if key.startswith("eval/outcome/"))
     return {FAILED: failed, EVALUATED: every} if failed and every else {}
 
 

@@ -117,5 +117,4 @@ async def evaluate(
     outcomes = Counter(result.outcome for result in every)
     row["eval/reward"] = float(np.mean(everything)) if everything else None
     row["eval/failed_rollouts"] = len(every) - len(everything)
-    row["eval/rollouts"] = len(every)
     return row | {f"eval/outcome/{outcome}": outcomes[outcome] for outcome in OUTCOMES}

@@ -78,7 +78,7 @@ def run(
             told = as_user_error(error, run_dir.path)
             if told is None:
                 raise
-            if _is_told_as_failure(told):
+            if _tell_read_only(told):
                 return 1
             raise told from error
         except UserError as error:
@@ -265,7 +265,7 @@ def how_to_go_on(plan: RunPlan, path: Path, does: str, by_hand: bool = False) ->
     return f"the sweep's command {does}; for this point alone: python -m prl.runtime.agent {place}"
 
 
-def _is_told_as_failure(error: UserError) -> bool:
+def _tell_read_only(error: UserError) -> bool:
     """Whether it was told here: a disk that becomes read-only under a run is no mistake of who started it."""
     if error.what.startswith(READ_ONLY):
         print(error.render(), file=sys.stderr, flush=True)
@@ -276,7 +276,7 @@ def _is_told_as_failure(error: UserError) -> bool:
 def _tell_failure(failure: Failure) -> None:
     error = failure.as_user_error()
     if error is not None:
-        if _is_told_as_failure(error):
+        if _tell_read_only(error):
             return
         raise error
     print(failure.render(), file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,9 +139,3 @@ def intersect(pieces: Boxes, wanted: Boxes) -> tuple[NDArray[np.int64], Boxes]:
         common[:, length] = end - common[:, begin]
     there = (common[:, ROWS] > 0) & (common[:, COLUMNS] > 0)
     return index[there], common[there]
-
-
-def box_of(box: Any, matrix: Tensor, origin: Any) -> Tensor:
-    """The part of `matrix`, which is the box `origin` of a tensor, that the box `box` of the same tensor is."""
-    row, column = int(box[ROW] - origin[ROW]), int(box[COLUMN] - origin[COLUMN])
-    return matrix[row : row + int(box[ROWS]), column : column + int(box[COLUMNS])]

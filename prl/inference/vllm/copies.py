@@ -67,6 +67,16 @@ class Copy:
                 return None
         return Box(row, rows, column, count)
 
+    def box(self, shape: torch.Size) -> Box | None:
+        """`box_in`, where the parameter can be filled box by box, too."""
+        box = self.box_in(shape)
+        try:
+            if box is not None:
+                self.matrix(box)
+        except RuntimeError:  # its dimensions do not merge into rows and columns without a copy
+            return None
+        return box
+
     def matrix(self, box: Box) -> Tensor:
         """The part of the parameter that it fills, [rows, columns]."""
         return self.target.view(box.rows, box.columns)
@@ -81,7 +91,7 @@ class Copies:
 
     @cached_property
     def boxes_of(self) -> dict[str, list[tuple[Copy, Box | None]]]:
-        return {name: [(copy, copy.box_in(self.form[name][0])) for copy in copies] for name, copies in self.of.items()}
+        return {name: [(copy, copy.box(self.form[name][0])) for copy in copies] for name, copies in self.of.items()}
 
     @property
     def are_boxes(self) -> bool:
@@ -98,7 +108,7 @@ class Copies:
         if missing := self.of.keys() - arriving.keys():
             raise _missing(missing)
         numbered = ((number, box) for number, name in enumerate(table.names) for _, box in self.boxes_of[name])
-        found = [(number, *box) for number, box in numbered if box is not None]
+        found = list(dict.fromkeys((number, *box) for number, box in numbered if box is not None))
         return np.array(found, dtype=np.int64).reshape(-1, 5)
 
     def _check_forms(self, arriving: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:

@@ -9,6 +9,7 @@ vLLM's layerwise reload, which holds a layer's tensors until it has them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,7 @@ from vllm.platforms import current_platform
 from prl.inference.vllm.copies import Copies, Copy
 from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
 from prl.transport.buckets import Chunk
-from prl.transport.receiving_nccl import receive_parts
+from prl.transport.receiving_nccl import Part, receive_parts
 from prl.transport.weights import stage
 
 AS_STORED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # which on GPUs leave weights as they were loaded
@@ -49,6 +50,17 @@ def keeps_layout(model: nn.Module) -> bool:
         elif method is not None and type(method) not in AS_STORED:
             return False
     return True
+
+
+@dataclass(frozen=True)
+class StagedParts:
+    """What a trainer sends of `wants`: all of it."""
+
+    wants: Copies
+    arriving: Iterator[list[Part]]
+
+
+Staged = Iterable[Chunk] | StagedParts
 
 
 class WeightLoader:
@@ -77,13 +89,22 @@ class WeightLoader:
         """For a trainer that sends parts of tensors, which it needs. None: whole ones."""
         return self.copies if self.copies is not None and self.copies.are_boxes else None
 
-    def stage(self, update_info: dict[str, Any], verify: bool, device: torch.device) -> Callable[[], None]:
-        """What loads a version, which is there. Raises ValueError when it is damaged, OSError when it is not there."""
+    def stage(self, update_info: dict[str, Any], verify: bool, device: torch.device) -> Staged:
+        """A version, or some of its tensors, for `load_staged`. Raises as `prl.transport.weights.stage` does."""
         if update_info["type"] == "nccl" and (wants := self.wants) is not None:
-            arriving = receive_parts(update_info, device, wants)
-            return lambda: wants.repeat_parts(arriving)
-        chunks = stage(update_info, verify, device)
-        return lambda: self.load(chunks)
+            return StagedParts(wants, receive_parts(update_info, device, wants))
+        return stage(update_info, verify, device)
+
+    def load_staged(self, staged: list[Staged]) -> None:
+        """All parameters anew, from all that was offered. Raises as `load` does."""
+        chunks: list[Iterable[Chunk]] = []
+        for offered in staged:
+            if isinstance(offered, StagedParts):
+                offered.wants.repeat_parts(offered.arriving)
+            else:
+                chunks.append(offered)
+        if chunks:
+            self.load(chain.from_iterable(chunks))
 
     def _watch(self, chunks: Iterable[Chunk]) -> None:
         recorder = Recorder(self.model)

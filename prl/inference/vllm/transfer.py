@@ -6,7 +6,6 @@ vLLM creates one in each of its workers. /update_weights makes sure of what is o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from prl.inference.vllm.loading import WeightLoader, keeps_layout
+from prl.inference.vllm.loading import Staged, WeightLoader, keeps_layout
 from prl.transport.sources import WeightSource
 
 
@@ -46,7 +45,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self.verify_checksum = True
         self.source = WeightSource.from_environment()
-        self.staged: list[Callable[[], None]] = []
+        self.staged: list[Staged] = []
         self.loader = WeightLoader(self.model, self.model_config, keeps_layout(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -75,8 +74,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self.staged:
             raise ValueError("/finish_weight_update before any /update_weights")
         staged, self.staged = self.staged, []
-        for load in staged:
-            load()
+        self.loader.load_staged(staged)
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
 

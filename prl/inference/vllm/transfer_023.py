@@ -62,10 +62,10 @@ class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raises ValueError when a checksum does not match or a parameter gets nothing, OSError without a source."""
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            load = self.loader.stage(self.source.check(update_info.published), self.verify_checksum, device)
+            staged = self.loader.stage(self.source.check(update_info.published), self.verify_checksum, device)
         except (KeyError, TypeError) as error:
             raise ValueError(f"this update_info is not understood: {type(error).__name__}: {error}") from error
-        load()
+        self.loader.load_staged([staged])
 
     def shutdown(self) -> None:
         """Nothing is held."""

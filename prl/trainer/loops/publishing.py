@@ -87,8 +87,8 @@ def _ipc_publisher(ctx: ChildContext, world: World, address: str) -> IpcPublishe
     return IpcPublisher(store, announcing, world.device, serves=serves, **device_options(ctx.plan))
 
 
-class Outgoing:
-    """A rank's weights, as its publisher takes them."""
+class RankWeights:
+    """This rank's, as its publisher takes them."""
 
     def __init__(self, plan: RunPlan, world: World, model: Decoder, publisher: AnyPublisher) -> None:
         """A collective."""

@@ -19,7 +19,7 @@ from prl.trainer.loops.batches import BatchClient
 from prl.trainer.loops.export import export_policy
 from prl.trainer.loops.guard import StepGuard
 from prl.trainer.loops.kept_logp import KeptLogp
-from prl.trainer.loops.publishing import Outgoing, publisher_of
+from prl.trainer.loops.publishing import RankWeights, publisher_of
 from prl.trainer.loops.rl_step import backward_rl, loss_denominator, wait_for
 from prl.trainer.loops.saving import Saving
 from prl.trainer.loops.shared_fetch import SharedFetch
@@ -52,7 +52,7 @@ class RLTrainer:
         self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took)
         self.guard = StepGuard(self.config.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
         self.publisher = publisher_of(ctx, world)
-        self.outgoing = Outgoing(ctx.plan, world, self.policy.model, self.publisher)
+        self.weights = RankWeights(ctx.plan, world, self.policy.model, self.publisher)
         self.kept = KeptLogp(ctx, world)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
@@ -159,7 +159,7 @@ class RLTrainer:
             self.announced = self.poster.submit(self.announce, self.publications, version, update_info, told)
             return told
 
-        self.outgoing.publish(version, announce)
+        self.weights.publish(version, announce)
         return time.perf_counter() - started
 
     def announce(self, publication: int, version: int, update_info: dict[str, Any], told: threading.Event) -> None:
