@@ -11,6 +11,7 @@ from launch.slurm_queue import live_jobs
 from launch.states import is_taken, state_of
 from launch.sweep_file import job_of_points, read_sweep
 from prl.config.errors import PointFailedError, UserError
+from prl.metrics.held_out import last_evaluation, lost_in
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import read_object
 from prl.runtime.directory.rundir import is_locked
@@ -83,6 +84,13 @@ def outcome(point: Point) -> float | PointFailedError:
         failure = status.get("failure") or {}
         why = f"{failure['class']}: {failure['message']}" if failure else f"it is {status.get('state', 'not started')}"
         return PointFailedError(f"{point.path.name} has no result.", where=str(point.path), why=why)
+    rows = read_rows(point.path, "orchestrator") if point.config.job in ("rl", "eval") else []
+    lost = lost_in(last_evaluation(rows))
+    if lost is not None and lost.is_much:
+        fix = f"{point.path / 'failures.jsonl'} says why they failed"
+        return PointFailedError(
+            f"{point.path.name} has no value to learn from.", where=str(point.path), why=str(lost), fix=fix
+        )
     value = bench_value(point.path) if point.config.job == "bench" else last_value(point)
     if value is None:
         fix = "eval.interval=... for RL, sft.val_interval=... for SFT, bench.target=trainer_rl for a benchmark"

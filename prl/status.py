@@ -15,6 +15,7 @@ from typing import Any
 from prl.config.console import console_error, leave_interrupted, leave_told, one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.place_names import a_path
+from prl.metrics.held_out import lost_in
 from prl.runtime.agent import read_attempts, read_plan
 from prl.runtime.directory.files import find_directories, parse_object, refuse_unreadable
 from prl.runtime.directory.ledger import summarise_failures
@@ -190,6 +191,7 @@ def _lines_of_run(run_dir: Path, state: str, told: str) -> list[str]:
         lines.append(f"  {name:<20} {role_state(role, own_state)}{exit_code} (process {role['pid']})")
     lines += [f"engine {url} is left out: {why}" for url, why in status["lost_engines"].items()]
     lines += [f"alarm {alarm['kind']} since step {alarm['since']}: {alarm['message']}" for alarm in status["alarms"]]
+    lines += filter(None, [str(lost_in(last_rows(run_dir)) or "")])
     lines += faults
     failure = status["failure"]
     if failure:
@@ -272,9 +274,10 @@ def _row(directory: Path, run: Path, silent: Mapping[str, tuple[str, str]]) -> t
     alarms, lost = ", ".join(alarm["kind"] for alarm in status["alarms"]), ", ".join(status["lost_engines"])
     more = [f"alarms: {alarms}"] * bool(alarms) + [f"engines left out: {lost}"] * bool(lost)
     more += [why_lost(run)] * (state == "lost" and not told) + [doing_of(run, status, state)]
+    last = last_rows(run)
+    more += [str(lost_in(last) or "")]
     why = _short(directory, why or "; ".join(filter(None, more)))
     step = f"{status['step']}/{status['max_steps']}"
-    last = last_rows(run)
     reward = last.get("eval/reward", last.get("reward", last.get("val_loss", last.get("loss"))))
     figures = tuple(_figure(value) for value in (reward, last.get("tokens_per_s")))
     where = (read_attempts(run) or [{}])[-1].get("node", "")

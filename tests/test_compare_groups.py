@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from test_compare import compared, make_point, ranks
 
 from prl.compare.points import read_directory
 from prl.compare.ranking import compare
-from prl.compare.table import group_table, render_text
+from prl.compare.table import group_table, render_csv, render_text
 from prl.metrics.writer import MetricsWriter
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -173,6 +175,22 @@ def test_evaluations_that_lost_rollouts_say_so(tmp_path: Path, failed: int, is_r
     told = [note for note in result.notes if note.startswith(f"b: {failed} of 16 rollouts")]
     assert len(told) == (failed > 0)
     assert all(("not ranked" in note) == (not is_ranked) for note in told)
+    (row,) = [row for row in csv.DictReader(io.StringIO(render_csv(result))) if row["point"] == "b"]
+    assert (row["failed_rollouts"], row["evaluated_rollouts"]) == ((str(failed), "16") if failed else ("", ""))
+
+
+def test_the_evaluation_at_the_budget_is_the_one_that_counts(tmp_path: Path) -> None:
+    make_point(tmp_path / "a", [0.0, 0.5])
+    path = make_point(tmp_path / "b", [0.0, 0.5, 0.6], others=("optim.lr=0.5",))
+    counts = {"eval/failed_rollouts": 8, "eval/outcome/ok": 8, "eval/outcome/environment": 8}
+    MetricsWriter(path, "orchestrator").log(step=1, **{"eval/reward": 0.9}, **counts)
+    file = path / "metrics" / "orchestrator.jsonl"
+    rows = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["step"])
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = compared(tmp_path)
+    assert set(result.values) == {"a"}
+    told = "b: 8 of 16 rollouts of its evaluation there failed and count for nothing; it is not ranked."
+    assert told in result.notes
 
 
 def test_the_policy_before_training_is_not_ranked_among_trained_ones(tmp_path: Path) -> None:

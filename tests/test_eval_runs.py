@@ -45,6 +45,7 @@ def test_steps_give_what_the_run_found_itself_and_compare_ranks_them(trained):
     assert [result["reward"] for result in told] == pytest.approx([own[2], own[4]])
     assert [result["policy"]["path"] for result in told] == [f"{home}/run/checkpoints/step_2", f"{home}/run/export"]
     assert told[0]["environments"]["reverse_text"]["samples"] == 8
+    assert (told[0]["failed_rollouts"], told[0]["rollouts"]) == (0, 8)
     assert not (points[0] / "model").exists(), "what was made of the checkpoint is dropped"
     compared = run([str(home / "outputs/sweeps/steps")], home, module="prl.compare")
     assert compared.code == 0, compared.output

@@ -17,6 +17,7 @@ from prl.compare.ranking import compare
 from prl.compare.table import render_csv, render_json, render_text
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
+from prl.metrics.writer import MetricsWriter
 from prl.planning import make_plan
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import StatusFile
@@ -113,6 +114,19 @@ def test_engines_that_are_left_out_are_in_the_status_and_on_the_page(tmp_path: P
     assert "engine http://a is left out: no answer" in render(run)[0]
     assert "engines left out: http://a" in render(tmp_path / "s")[0]
     assert Store(tmp_path).overview()["runs"][0]["lost_engines"] == {"http://a": "no answer"}
+
+
+def test_rollouts_that_an_evaluation_lost_are_in_the_status_and_on_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"}, state="done")
+    counts = {"eval/failed_rollouts": 6, "eval/outcome/ok": 10, "eval/outcome/environment": 6}
+    MetricsWriter(run, "orchestrator").log(step=9, **{"eval/reward": 0.9}, **counts)
+    told = "6 of 16 rollouts of its last evaluation failed and count for nothing"
+    assert told in render(run)[0].splitlines()
+    assert render(tmp_path / "s")[0].endswith(told)
+    assert Store(tmp_path).overview()["runs"][0]["lost_rollouts"] == told
+    MetricsWriter(run, "orchestrator").log(step=10, **{"eval/reward": 0.9}, **(counts | {"eval/failed_rollouts": 0}))
+    assert told not in render(run)[0]
+    assert Store(tmp_path).overview()["runs"][0]["lost_rollouts"] == ""
 
 
 def test_a_run_that_makes_a_warm_start_or_waits_for_one_says_so(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from launch.waiting import outcome, wait_for
 from prl.config import compose
 from prl.config.errors import PointFailedError, UserError
 from prl.config.sweep import corners, expand
+from prl.metrics.writer import MetricsWriter
 from prl.planning.planner import make_plan
 
 # Two rounds of two points; a round's winner is a point of the next, and it names one point twice.
@@ -129,6 +130,21 @@ def test_only_a_point_that_is_done_has_a_value(tmp_path, state):
     else:
         assert isinstance(result, PointFailedError)
         assert result.why == ("code: nan" if state == "failed" else "it is stopped")
+
+
+@pytest.mark.parametrize(("failed", "reward"), [(0, 0.9), (1, 0.9), (2, 0.9), (16, None)])
+def test_an_evaluation_that_lost_rollouts_is_no_value(tmp_path, failed, reward):
+    config = compose(["seed=1"], "rl").model_copy(update={"output_dir": str(tmp_path)})
+    counts = {"eval/failed_rollouts": failed, "eval/outcome/ok": 16 - failed, "eval/outcome/environment": failed}
+    MetricsWriter(tmp_path, "orchestrator").log(step=0, **{"eval/reward": 0.1})
+    MetricsWriter(tmp_path, "orchestrator").log(step=9, **{"eval/reward": reward}, **counts)
+    (tmp_path / "status.json").write_text(json.dumps({"state": "done"}))
+    result = outcome(Point(("seed=1",), make_plan(config)))
+    if failed < 2:  # a tenth
+        assert result == 0.9
+    else:
+        assert isinstance(result, PointFailedError)
+        assert result.why == f"{failed} of 16 rollouts of its last evaluation failed and count for nothing"
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
+from prl.metrics.held_out import REWARD, Lost, last_evaluation, lost_in
 from prl.metrics.reader import Row
 
 Axis = Literal["steps", "tokens", "gpu_hours"]
@@ -36,6 +37,7 @@ TRAINING = {
     "rl": Metric("orchestrator", "reward", "training reward", True),
     "sft": Metric("trainer.0", "loss", "training loss", False),
 }
+FAILED, EVALUATED = "failed_rollouts", "evaluated_rollouts"  # of the last evaluation, where any failed
 ROLES = ("trainer.0", "orchestrator")  # whose files are read
 
 
@@ -48,6 +50,7 @@ class Curves:
     held_out: Series
     training: Series
     figures: dict[str, float]
+    evaluations: list[tuple[int, Lost | None]] = field(default_factory=list)  # (step, what it lost), ascending
 
     def cost(self, axis: Axis, step: int) -> float:
         """Budget spent after `step` steps."""
@@ -63,6 +66,11 @@ class Curves:
         """(what had been spent, value) of the last value at or before the budget; no value is made up between two."""
         within = [(self.cost(axis, step), value) for step, value in self.series(held_out)]
         within = [pair for pair in within if pair[0] <= budget * (1 + 1e-9)]
+        return within[-1] if within else None
+
+    def lost_within(self, axis: Axis, budget: float = math.inf) -> Lost | None:
+        """What the last evaluation at or before the budget has lost, whether or not it has a value."""
+        within = [lost for step, lost in self.evaluations if self.cost(axis, step) <= budget * (1 + 1e-9)]
         return within[-1] if within else None
 
 
@@ -86,14 +94,17 @@ def make_curves(job: str, rows: dict[str, list[Row]], devices: int | None) -> Cu
         "tokens": list(accumulate(tokens, initial=0.0)),
         "gpu_hours": [s * (devices or 0) / 3600 for s in seconds],
     }
+    evaluations = _evaluations(rows["orchestrator"])
+    lost = evaluations[-1][1] if evaluations else None
     return Curves(
         [0, *steps],
         spent,
         _series(rows, HELD_OUT.get(job)),
         _series(rows, TRAINING.get(job)),
         _figures([trainer[step] for step in steps], [*_by_step(rows["orchestrator"]).values()], step_s, tokens, devices)
-        | failed_rollouts(rows["orchestrator"])
+        | ({FAILED: lost.failed, EVALUATED: lost.every} if lost else {})
         | (evaluated_figures(rows["orchestrator"]) if job == "eval" else {}),
+        evaluations,
     )
 
 
@@ -162,22 +173,13 @@ def _mean(values: list[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def failed_rollouts(rows: list[Row]) -> dict[str, float]:
-    """How many rollouts of the last evaluation failed and are in none of its means, and how many it had; nothing where
-    none did.
-    """
-    last = next((row for row in reversed(rows) if "eval/reward" in row), {})
-    failed = _number(last, "eval/failed_rollouts")
-    every = sum(_number(last, key) for key in last if key.startswith("eval/outcome/"))
-    return {FAILED: failed, EVALUATED: every} if failed and every else {}
-
-
-FAILED, EVALUATED = "failed_rollouts", "evaluated_rollouts"
+def _evaluations(rows: list[Row]) -> list[tuple[int, Lost | None]]:
+    return [(step, lost_in(row)) for step, row in sorted(_by_step(rows).items()) if REWARD in row]
 
 
 def evaluated_figures(rows: list[Row]) -> dict[str, float]:
     """Of prl.eval: "ENV avg@K" and "ENV pass@K", and behind them LOW and HIGH, the ends of their intervals."""
-    last = next((row for row in reversed(rows) if "eval/reward" in row), {})
+    last = last_evaluation(rows)
     found = ((re.fullmatch(r"eval/(.+)/((?:avg|pass)@\d+)(_low|_high)?", key), value) for key, value in last.items())
     return {
         f"{match[1]} {match[2]}{match[3] or ''}": float(value) for match, value in found if match and is_number(value)

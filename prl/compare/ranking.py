@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prl.compare.columns import ABSENT, SEED, differing_behind, swept_columns, value_of
-from prl.compare.curves import AXES, EVALUATED, FAILED, HELD_OUT, TRAINING, Axis, Metric
+from prl.compare.curves import AXES, HELD_OUT, TRAINING, Axis, Metric
 from prl.compare.points import Point
 from prl.compare.stats import half_width, holm, mean, welch_p
 from prl.config.errors import UserError
 
 ALPHA = 0.05
 SHOWN = 3  # points of a job
-MOST_LOST = 0.1  # of an evaluation's rollouts, for a point that is ranked
 MOST_NAMED = 12  # keys in a note
 CLOSE = 0.95  # of the budget: a value from before that is worth a word
 
@@ -149,12 +148,10 @@ def _choose_ranked(result: Comparison, points: list[Point]) -> list[Point]:
 
 def _complete(result: Comparison, points: list[Point]) -> list[Point]:
     """Without those that lost too many rollouts of their last evaluation: what is left may be its easy tasks."""
-    counts = {p.name: (p.figures[FAILED], p.figures[EVALUATED]) for p in points if FAILED in p.figures}
-    lost = {name for name, (failed, every) in counts.items() if failed > MOST_LOST * every}
-    for name, (failed, every) in counts.items():
-        what = f"{failed:g} of {every:g} rollouts of its last evaluation failed and count for nothing"
-        result.notes.append(f"{name}: {what}" + ("; it is not ranked." if name in lost else "."))
-    return [point for point in points if point.name not in lost]
+    lost = {p.name: found for p in points if p.curves and (found := p.curves.lost_within(result.axis))}
+    for name, found in lost.items():
+        result.notes.append(f"{name}: {found}" + ("; it is not ranked." if found.is_much else "."))
+    return [point for point in points if point.name not in lost or not lost[point.name].is_much]
 
 
 def _measure(result: Comparison, ranked: list[Point]) -> None:
@@ -163,8 +160,12 @@ def _measure(result: Comparison, ranked: list[Point]) -> None:
     for point in result.points:
         if point.curves and point.curves.reached(result.axis) >= result.budget:
             found = point.curves.last_within(result.axis, result.budget, result.held_out)
-            if found is not None:
+            lost = point.curves.lost_within(result.axis, result.budget) if result.held_out else None
+            if found is not None and (lost is None or not lost.is_much):
                 result.values[point.name] = found
+            elif found is not None and lost is not None and point.name in result.ranked:
+                failed = f"{lost.failed} of {lost.every} rollouts of its evaluation there failed"
+                result.notes.append(f"{point.name}: {failed} and count for nothing; it is not ranked.")
     trained = {point.name for point in result.points if point.job != "eval"}
     untrained = [name for name, (spent, _) in result.values.items() if not spent and name in trained]
     if len(untrained) < len(result.values):

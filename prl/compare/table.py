@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.compare.columns import value_of
-from prl.compare.curves import HIGH, LOW
+from prl.compare.curves import EVALUATED, FAILED, HIGH, LOW
 from prl.compare.hours import attempts_as_json
 from prl.compare.points import Point
 from prl.compare.ranking import Comparison, Group
@@ -32,6 +32,7 @@ FIGURES = {  # figure -> heading
     "paid_gpu_hours": "paid GPU hours",
     "in_steps": "in steps",
 }
+LOST = (FAILED, EVALUATED)
 ABOUT_FIGURES = (
     "tokens/s: tokens trained on per second of trainer steps, waiting for rollouts included, without the first step; "
     "per GPU: divided by the devices of trainer and engines. wall and GPU hours: time in trainer steps, and that times "
@@ -185,6 +186,7 @@ def render_csv(comparison: Comparison) -> str:
         "value",
         *FIGURES,
         *(f"{phase}_s" for phase in PHASES),
+        *LOST,
     ]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
@@ -195,6 +197,7 @@ def render_csv(comparison: Comparison) -> str:
         keys = [value_of(point, key) for key in comparison.columns]
         head = [point.name, point.point_id, *keys, point.state, point.why, point.step, group.rank or ""]
         cost = [figures.get(name, "") for name in FIGURES] + [seconds.get(phase, "") for phase in PHASES]
+        cost += [figures.get(name, "") for name in LOST]
         writer.writerow([*head, spent, value, *cost])
     return text.getvalue()
 

@@ -115,6 +115,7 @@ class Evaluator:
         await asyncio.to_thread(keeper.write, kept)
         result: dict[str, Any] = {"policy": source or named_policy(config), "step": step, "reward": row["eval/reward"]}
         result["failed_rollouts"] = row["eval/failed_rollouts"]
+        result["rollouts"] = sum(len(of_task) for of_task in ended.values())
         result["environments"] = {env: summarise(task_scores(ended, env, config.eval), config.eval.k) for env in counts}
         for env, told in result["environments"].items():
             for name, figure in told["figures"].items():

@@ -15,6 +15,7 @@ from prl.compare.curves import is_number
 from prl.compare.points import SWEEP_FILE, find_runs
 from prl.compare.stats import half_width, mean
 from prl.config.errors import UserError
+from prl.metrics.held_out import lost_in
 from prl.runtime.directory.files import read_object, why_no_object
 from prl.runtime.directory.shapes import texts
 from prl.runtime.directory.status_file import read_status, status_path
@@ -75,6 +76,7 @@ class Run:
             "doing": doing_of(self.path, status, state),
             "log_tail": failure.get("log_tail", []),
             "alarms": status.get("alarms") or [],
+            "lost_rollouts": str(lost_in(newest) or ""),
             "lost_engines": status.get("lost_engines") or {},
             "roles": {name: role_state(role, own) for name, role in (status.get("roles") or {}).items()},
             "step": status.get("step", 0),

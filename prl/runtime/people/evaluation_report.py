@@ -29,7 +29,8 @@ def print_evaluation(run_dir: Path) -> None:
         ]
         print("  ".join(cells).rstrip())
     if result["failed_rollouts"]:
-        print(f"rollouts that failed, and count as nothing: {result['failed_rollouts']} (failures.jsonl)")
+        share = f"{result['failed_rollouts']} of {result['rollouts']}"
+        print(f"rollouts that failed, and count as nothing: {share} (failures.jsonl)")
     print(textwrap.fill(result["about"], WIDTH))
     for label, path in (("run", run_dir), ("result", run_dir / RESULT)):
         print(one_line(f"{label:<12}{path}"))

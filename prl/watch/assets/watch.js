@@ -9,7 +9,7 @@ function stateOf(state) { return el("span", { class: "state " + String(state).re
 // why it failed, or what is wrong with it while it goes on
 function reasons(run) {
   const alarms = (run.alarms || []).map((alarm) => alarm.kind);
-  return run.why || (alarms.length ? `alarms: ${alarms.join(", ")}` : "");
+  return run.why || [alarms.length ? `alarms: ${alarms.join(", ")}` : "", run.lost_rollouts].filter(Boolean).join("; ");
 }
 
 function runRows(runs) {
@@ -46,6 +46,7 @@ async function runPage(query) {
     el("p", { class: "facts" }, Object.entries(state.roles).map(([name, role]) => el("span", {}, name + " ", el("b", {}, role))))];
   for (const alarm of state.alarms || []) facts.push(el("p", { class: "bad" }, `alarm ${alarm.kind} since step ${alarm.since}: ${alarm.message}`));
   for (const [url, why] of Object.entries(state.lost_engines || {})) facts.push(el("p", { class: "bad" }, `engine ${url} is left out: ${why}`));
+  if (state.lost_rollouts) facts.push(el("p", { class: "bad" }, state.lost_rollouts));
   if (state.why) facts.push(el("p", { class: "bad" }, state.why), el("pre", {}, (state.log_tail || []).join("\n")));
   if (step.error) facts.push(el("p", { class: "bad" }, step.error + " ", el("a", { href: link("run", { run: query.run }) }, "newest")));
   if (step.step !== null) {
