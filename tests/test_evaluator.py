@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import json
 import math
+import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from runs import run
 from test_compare import compared
 
 from prl.compare.points import read_point
 from prl.compare.table import render_text
 from prl.config import ConfigError, compose
-from prl.config.errors import UserError
+from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.metrics.writer import MetricsWriter
 from prl.orchestrator.intervals import bootstrap, interval_over_tasks, wilson
@@ -25,7 +28,7 @@ from prl.planning.planner import make_plan
 from prl.runtime.agent import freeze
 from prl.runtime.directory.checkpoints import TRAINER, commit, staging_dir
 from prl.runtime.directory.rundir import claim
-from prl.runtime.directory.status_file import StatusFile
+from prl.runtime.directory.status_file import StatusFile, read_status
 from prl.runtime.launch import run as launch
 from prl.runtime.policy_source import find_policy
 from prl.status import WHY_WIDTH
@@ -332,8 +335,43 @@ def test_a_server_that_is_away_is_named():
         finally:
             await pool.close()
 
-    with pytest.raises(UserError, match="does not answer"):
+    with pytest.raises(AwayError, match="does not answer"):
         asyncio.run(look())
+
+
+def mute():
+    """Who takes connections, and never says a word."""
+    return contextlib.closing(socket.create_server(("127.0.0.1", 0)))
+
+
+@pytest.mark.parametrize("owes", ["models", "generate"])
+def test_a_server_that_never_answers_is_told_in_time(owes):
+    class Mute(StockServer):
+        async def models(self, request):
+            return await super().models(request) if owes == "generate" else await asyncio.sleep(3)
+
+        async def forbid(self, request):
+            await asyncio.sleep(3)
+
+    began = time.monotonic()
+    with pytest.raises(AwayError, match=r"No engine has answered for 1 s: http://127.0.0.1:\d+\.") as refused:
+        ask(Mute(forbids=True), timeout_s=1.0)
+    assert time.monotonic() - began < 2.5
+    assert "takes connections" in refused.value.why
+
+
+def test_an_evaluation_of_a_server_that_never_answers_ends_as_a_run_does(tmp_path):
+    with mute() as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        words = [f"inference.urls=[{url}]", "deployment.start_timeout_s=10", f"output_dir={tmp_path}/out"]
+        done = run([*words, "logging.wandb.mode=disabled", f"cache_dir={tmp_path}/cache"], tmp_path, module="prl.eval")
+    assert done.code == 2, done.output
+    assert f"No engine has answered for 10 s: {url}." in done.output
+    assert "hang" not in done.output
+    assert "File " not in done.output, "no stacks"
+    failure = read_status(tmp_path / "out")["failure"]
+    assert failure["class"] == "node"
+    assert "No engine has answered" in failure["message"]
 
 
 # --- compare ----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ class Evaluator:
             work.append(self._in_background(followed()))
         envs = {name: EnvClient(name, ctx.endpoints[f"env/{name}"], ctx.keys.env) for name in config.env.mix}
         work += [self._in_background(env.serve()) for env in envs.values()]
+        if config.inference.urls:  # it waits for others now, and says itself which of them gave no answer
+            ctx.ready()
         try:
             await self._with_beats(self._wait_for(engines, envs))
             if ctx.stop_requested:
@@ -58,7 +60,8 @@ class Evaluator:
             runner = RolloutRunner(config, engines, envs, renderer, None, FailureLog(ctx.run_dir))
             runner.version = 0  # engines serve what they were started with
             kept = KeptRollouts(ctx.run_dir, config.logging.rollouts, renderer, config.seed, 0)
-            ctx.ready()
+            if not config.inference.urls:
+                ctx.ready()
             await self._with_beats(self._evaluate(runner, kept, envs))
         finally:
             for task in work:

@@ -11,12 +11,13 @@ from typing import Any
 
 import aiohttp
 
-from prl.config.errors import UserError
+from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.engine_requests import GENERATE
 from prl.orchestrator.engines import CLIENT_ROUTES, EnginePool
 from prl.orchestrator.rollout import Generation
+from prl.runtime.external import none_answers
 from prl.runtime.process.keys import RunKeys
 
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
@@ -36,17 +37,25 @@ class ServedEngines(EnginePool):
         self.names: dict[int, str] = {}  # of replicas that are asked by COMPLETIONS: what they call their model
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Until each server has said what it serves. Raises UserError for one that does not, or not to us."""
+        """Until each server has said what it serves. Raises UserError for one that does not, or not to us; AwayError
+        for one that gives no answer for so long, whichever it owes.
+        """
         deadline = asyncio.get_running_loop().time() + timeout_s
         for index, url in enumerate(self.urls):
-            while (models := await self._models(url)) is None:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise _away(url, f"{MODELS} gave no answer for deployment.start_timeout_s={timeout_s:g}")
-                await asyncio.sleep(LOOK_S)
-            self._check_length(url, models[0])
-            if not await self._generates(url):
-                self.names[index] = str(models[0].get("id"))
-                self.telling |= {index} if models[0].get("owned_by") == "vllm" else set()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._learn(index, url)
+            except TimeoutError as error:
+                silent = self.config.model_copy(update={"urls": (url,)})
+                raise none_answers(silent, timeout_s, is_silent=True) from error
+
+    async def _learn(self, index: int, url: str) -> None:
+        while (models := await self._models(url)) is None:
+            await asyncio.sleep(LOOK_S)
+        self._check_length(url, models[0])
+        if not await self._generates(url):
+            self.names[index] = str(models[0].get("id"))
+            self.telling |= {index} if models[0].get("owned_by") == "vllm" else set()
 
     async def _models(self, url: str) -> list[dict[str, Any]] | None:
         """What it serves; None while it loads. Raises UserError where nobody listens, or nobody who serves us."""
@@ -143,8 +152,8 @@ class ServedEngines(EnginePool):
         return Generation(ids, [0.0] * len(ids), [0] * len(ids), reason, None)
 
 
-def _away(url: str, why: str) -> UserError:
-    return UserError(
+def _away(url: str, why: str) -> AwayError:
+    return AwayError(
         f"{url} does not answer.",
         where="inference.urls",
         why=why,
