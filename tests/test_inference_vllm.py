@@ -177,6 +177,17 @@ def test_routers_of_vllm_are_told_to_compute_in_float32_where_they_can_be(model:
     assert key not in card_to_hf_config(rounded.model.card)
 
 
+def test_vllm_is_told_which_layers_share_chosen_keys() -> None:
+    """It passes over transformers' list, and would build indexers that no weights are there for."""
+    config = compose([VLLM, "model=tiny_glm_moe_dsa"])
+    assert arguments_of(config, on_cpu=False)["hf_overrides"] == {"index_topk_pattern": "FFSS"}
+    written = card_to_hf_config(config.model.card)
+    assert written["index_topk_pattern"] == "FFSS"
+    assert written["indexer_types"] == ["full", "full", "shared", "shared"]
+    own = compose([VLLM, "model=tiny_glm_moe_dsa", "model.card.shared_index_layers=[]"])
+    assert "hf_overrides" not in arguments_of(own, on_cpu=False)
+
+
 @pytest.mark.parametrize("job", ["rl", "inference"])
 @pytest.mark.parametrize(
     "key", ["max_num_seqs", "max_model_len", "dtype", "prefix_caching", "return_routed_experts", "tp", "dp"]

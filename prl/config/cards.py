@@ -90,11 +90,21 @@ def card_to_hf_config(card: ModelCard) -> dict[str, Any]:
     if "shared_index_layers" in family.has:
         shared = card.shared_index_layers
         config["indexer_types"] = ["shared" if i in shared else "full" for i in range(card.num_hidden_layers)]
+        config |= shared_choices(card)
     if family.dense_first:
         config["first_k_dense_replace"] = len(card.mlp_only_layers)
     elif "mlp_only_layers" in family.has:
         config["mlp_only_layers"] = list(card.mlp_only_layers)
     return config
+
+
+def shared_choices(card: ModelCard) -> dict[str, str]:
+    """Which layers have no indexer, as vLLM reads it: one letter a layer, S for those. It passes over transformers'
+    `indexer_types`. Empty where each has its own, as vLLM takes it without a word.
+    """
+    shared = card.shared_index_layers
+    letters = "".join("S" if i in shared else "F" for i in range(card.num_hidden_layers))
+    return {"index_topk_pattern": letters} if shared else {}
 
 
 def restated(config: Mapping[str, Any], card: ModelCard) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from prl.config.cards import shared_choices
 from prl.config.engines import learns_truncated, logprobs_of_kept, own_of, vllm_arguments_of
 from prl.config.families import FAMILIES
 from prl.config.schema import ModelCard, RunConfig
@@ -87,10 +88,10 @@ def server_arguments(
 
 def config_overrides(config: RunConfig) -> dict[str, Any]:
     """What vLLM is to read in config.json beyond what the checkpoint's says: routers' logits in float32, where the
-    trainer has them so and the family's key for it is there.
+    trainer has them so and the family's key for it is there; and which layers share keys that one before them chose.
     """
     family, card = FAMILIES.get(config.model.card.family), config.model.card
-    return {} if family is None else dict(family.router_facts(card.router_dtype))
+    return {} if family is None else {**family.router_facts(card.router_dtype), **shared_choices(card)}
 
 
 def kept_parameters(config: RunConfig) -> dict[str, Any] | None:
