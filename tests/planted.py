@@ -32,7 +32,7 @@ PLANTED: dict[str, tuple[list[str], str | None, str]] = {
     "reward pays for length": (own("PaysForLength", "max_steps=40"), None, "length_runaway"),
     "max_tokens is too small": (["inference.sampling.max_tokens=8", "max_steps=12"], None, "truncated"),
     "engines keep old weights": (["max_steps=40"], "stale_weights", "mismatch"),
-    "wrong chat template": (["max_steps=12", "inference.sampling.max_tokens=64"], "wrong_template", "truncated"),
+    "wrong chat template": (["max_steps=12", "inference.sampling.max_tokens=64"], "wrong_template", "mismatch"),
     "optimizer is frozen": (["optim.lr=1e-30", "max_steps=12"], None, "frozen_weights"),
     "entropy is punished": (["algo.entropy_coef=-1.0", "optim.lr=0.01", "max_steps=40"], None, "entropy_collapse"),
     "environment raises": (own("Raises", "max_steps=12"), None, "failing_environment"),

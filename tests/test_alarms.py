@@ -131,6 +131,28 @@ def test_one_of_several_environments_is_named():
     assert "failed rollouts of b is 0.875" in told[0]
 
 
+def test_an_environment_that_fails_before_the_first_step_ends_is_named():
+    alarm = alarms()
+    counts = {"waiting/outcome/policy": 1, "waiting/outcome/timeout": 18}
+    assert alarm.observe("orchestrator", {"step": 1, **counts}) == [], "too few to say"
+    (told,) = alarm.observe("orchestrator", {"step": 1, **counts | {"waiting/outcome/timeout": 31}})
+    assert told.startswith("alarm failing_environment since step 1: of 32 rollouts that the next step waits for 97 %")
+    assert "failures.jsonl" in told
+    assert alarm.observe("orchestrator", {"step": 1, **HEALTHY["orchestrator"]}) == [
+        "alarm failing_environment is over at step 1"
+    ]
+
+
+def test_an_alarm_has_the_step_of_the_role_that_it_is_about():
+    alarm = alarms()
+    for step in range(1, 30):
+        alarm.observe("orchestrator", {"step": step, **HEALTHY["orchestrator"]})
+    told = []
+    for step in range(1, 2 * WINDOW):
+        told += alarm.observe("trainer", {"step": step, **HEALTHY["trainer"], "mismatch_kl_mean": 0.5})
+    assert [line.split(":")[0] for line in told] == [f"alarm mismatch since step {WINDOW}"]
+
+
 def test_rows_that_are_none_of_a_step_or_hold_nonsense_change_nothing():
     alarm = alarms()
     feed(alarm, range(1, 11))

@@ -353,6 +353,19 @@ def test_a_step_whose_groups_were_all_counted_before_has_their_rewards():
     assert groups.sampled_rewards == [0.5], "as long as something finished, that is what the policy does now"
 
 
+def test_a_step_whose_groups_were_all_counted_before_has_their_shares():
+    """0 would say that nothing was cut off, and that every group taught something."""
+    cut, whole = rollout_of("a", 1.0, [4]), rollout_of("a", 1.0, [4])
+    cut.truncated = True
+    groups = step_of(cut, whole)
+    assert (groups.truncated_share, groups.no_signal_share) == (0.5, 1.0)
+    cut.advantage = 1.0
+    assert groups.no_signal_share == 0.0
+    groups.count("a", [cut])
+    groups.scored_groups, groups.no_signal_groups = 4, 1
+    assert (groups.truncated_share, groups.no_signal_share) == (1.0, 0.25)
+
+
 def test_batches_carry_advantages_on_sampled_tokens_only():
     good, bad = rollout_of("a", 1.0, [4]), rollout_of("a", 0.0, [3, 4], prompt=2, length=2)
     good.advantage, bad.advantage = 0.5, -0.25

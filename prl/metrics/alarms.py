@@ -37,7 +37,7 @@ REMEDIES: dict[Kind, str] = {
     " end-of-turn token)",
     "no_signal": "all rollouts of a group have the same reward: other tasks, a finer reward, a larger algo.group_size",
     "dropped_stale": "rollouts take longer than algo.max_off_policy_steps allow: raise it, or lower algo.batch_size",
-    "failing_environment": "look at last_rollout_error in the metrics and at logs/env.*.log",
+    "failing_environment": "look at failures.jsonl of the run, last_rollout_error in the metrics and logs/env.*.log",
     "length_runaway": "look whether the reward pays for length; algo.overlong_buffer, or a limit in the environment",
     "not_finite": "lower optim.lr, set optim.max_grad_norm, look at the rollouts of skipped_groups in the metrics",
     "trainer_idle": "more or faster engines: fewer trainer GPUs, longer concurrency, a slow environment",
@@ -93,7 +93,8 @@ class Alarms:
         self.config, self.limits = config, config.logging.alarms
         self.active: dict[Kind, Alarm] = {}
         self.series: dict[str, Series] = {}
-        self.step = 0
+        self.waiting: dict[str, tuple[float, int]] = {}  # as `_failed_shares`, of rollouts that a step waits for
+        self.step = 0  # of the newest row that was looked at: roles are not at the same one
 
     def observe(self, role: str, row: Row) -> list[str]:
         """Take one row in.
@@ -106,7 +107,7 @@ class Alarms:
         step = row.get("step")
         if not isinstance(step, int) or not self._take(role, row):
             return []
-        self.step = max(self.step, step)
+        self.step = step
         found = self._find()
         told = [f"alarm {kind} since step {self.step}: {found[kind]}" for kind in found if kind not in self.active]
         told += [f"alarm {kind} is over at step {self.step}" for kind in self.active if kind not in found]
@@ -126,7 +127,10 @@ class Alarms:
             seen = {key: row.get(key) for key in TRAINER_KEYS}
         elif role == "orchestrator" and "reward" in row:
             seen = {key: row.get(key) for key in ORCHESTRATOR_KEYS}
-            seen |= {f"failed/{env}": share for env, share in _failed_shares(row).items()}
+            seen |= {f"failed/{env}": share for env, (share, _) in _failed_shares(row, "").items()}
+            self.waiting = {}
+        elif role == "orchestrator" and any(key.startswith(WAITING) for key in row):
+            self.waiting, seen = _failed_shares(row, WAITING), {}
         elif role == "orchestrator" and _is_number(row.get("overlap")) and _is_number(row.get("trainer_busy_s")):
             busy_s = row["trainer_busy_s"]
             seen = {"trainer_busy_s": busy_s, "engines_wait_s": (1 - row["overlap"]) * busy_s}
@@ -166,12 +170,23 @@ class Alarms:
                     seen = f"{look.what}{' of ' + env if env else ''} is {value:.3g}"
                     text = f"{seen} (logging.alarms.{look.limit}={limit:g}): {REMEDIES[look.kind]}"
                     told.setdefault(look.kind, text)
+        if (failing := self._failing_while_waited_for()) is not None:
+            told.setdefault("failing_environment", failing)
         changed = self.series.get("weights_changed")
         if self.limits.weights_unchanged and changed is not None and changed.is_full and max(changed.last) == 0:
             told["frozen_weights"] = (
                 f"no weight has changed for {self.limits.window} steps: {REMEDIES['frozen_weights']}"
             )
         return told
+
+    def _failing_while_waited_for(self) -> str | None:
+        limit = self.limits.failed_rollouts
+        for env, (share, ended) in self.waiting.items():
+            if limit is not None and share > limit and ended >= LEAST_ENDED:
+                whose = "" if env == "all" else f" of {env}"
+                seen = f"of {ended} rollouts{whose} that the next step waits for {share * 100:.0f} % failed"
+                return f"{seen} (logging.alarms.failed_rollouts={limit:g}): {REMEDIES['failing_environment']}"
+        return None
 
     def _series_of(self, name: str) -> list[str]:
         """One, or one for each environment."""
@@ -246,18 +261,22 @@ TRAINER_KEYS = (
     *("entropy", "mismatch_kl_mean", "mismatch_kl_p999", "step_skipped", "weights_changed"),
     *("wait_for_batch_s", "step_s"),
 )
+WAITING = "waiting/"  # before "outcome/*": of rollouts that a step waits for
+LEAST_ENDED = 20  # of them, before a share says something
 ORCHESTRATOR_KEYS = ("truncated", "no_signal_groups", "dropped_stale", "completion_tokens")
 
 
-def _failed_shares(row: Mapping[str, Any]) -> dict[str, float]:
-    """Environment ("all" where there is one) -> share of its rollouts that ended otherwise than by the policy."""
+def _failed_shares(row: Mapping[str, Any], before: str) -> dict[str, tuple[float, int]]:
+    """Environment ("all" where there is one) -> share of its rollouts that ended otherwise than by the policy, and how
+    many ended. `before`: what the keys begin with.
+    """
     counts: dict[str, dict[str, float]] = {}
     for key, value in row.items():
-        if key.startswith("outcome/") and _is_number(value):
-            *env, outcome = key.removeprefix("outcome/").split("/")
+        if key.startswith(f"{before}outcome/") and _is_number(value):
+            *env, outcome = key.removeprefix(f"{before}outcome/").split("/")
             counts.setdefault("/".join(env) or "all", {})[outcome] = value
     return {
-        env: 1 - outcomes.get("policy", 0) / total
+        env: (1 - outcomes.get("policy", 0) / total, int(total))
         for env, outcomes in counts.items()
         if (total := sum(outcomes.values()))
     }

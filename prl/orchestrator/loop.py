@@ -31,6 +31,7 @@ from prl.orchestrator.rollout_log import RolloutLog
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.server import BadRequest, start_server
 from prl.orchestrator.tasks import TaskSampler
+from prl.orchestrator.waiting import told_while_waiting
 from prl.runtime.process.child import ChildContext
 from prl.transport.batch import TrainBatch
 from prl.transport.frames import Message
@@ -212,7 +213,8 @@ class Orchestrator:
         before = time.perf_counter()
         for step in range(self.ctx.resume_step + 1, self.config.max_steps + 1):
             started = time.perf_counter()
-            groups = await self.producer.next_step()
+            async with told_while_waiting(self.producer, self.ctx.metrics, step, len(self.envs) > 1):
+                groups = await self.producer.next_step()
             now = time.perf_counter()
             waited_s, since_last_s, before = now - started, now - before, now
             interval = self.config.ckpt.interval
@@ -459,7 +461,7 @@ class Orchestrator:
             "dropped_stale_requests": groups.dropped_stale_requests,
             "dropped_stale_tokens": groups.dropped_stale_tokens,
             "filtered_groups": groups.filtered_groups,
-            "no_signal_groups": groups.no_signal_groups / max(groups.scored_groups, 1),
+            "no_signal_groups": groups.no_signal_share,
             "failed_groups": groups.failed_groups,
             "failed_rollouts": self.runner.stats.failures,
             "cancelled_rollouts": self.runner.stats.cancelled,
@@ -467,7 +469,7 @@ class Orchestrator:
             "aborted_requests": self.engines.aborted,
             "retried_requests": self.engines.retried,
             "engine_restarts": self.engines.restarts,
-            "truncated": groups.truncated / max(groups.rollouts, 1),
+            "truncated": groups.truncated_share,
             "completion_tokens": float(np.mean([r.completion_tokens for r in finished])),
             "prompt_tokens": float(np.mean([r.prompt_tokens for r in finished])),
             "turns": float(np.mean([r.turns for r in finished])),

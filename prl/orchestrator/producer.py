@@ -48,6 +48,22 @@ class StepGroups:
         """What finished while this step was collected; of what it trains, when all of that was counted before."""
         return self.rewards or [r.reward for group in self.groups for r in group.finished]
 
+    @property
+    def truncated_share(self) -> float:
+        """Of the same rollouts."""
+        if self.rollouts:
+            return self.truncated / self.rollouts
+        finished = [r.truncated for group in self.groups for r in group.finished]
+        return sum(finished) / max(len(finished), 1)
+
+    @property
+    def no_signal_share(self) -> float:
+        """Of groups that were scored while this step was collected, or of what it trains."""
+        if self.scored_groups:
+            return self.no_signal_groups / self.scored_groups
+        found = [has_signal(np.array([r.advantage for r in group.finished])) for group in self.groups]
+        return 1 - sum(found) / max(len(found), 1)
+
     def count(self, env: str, finished: list[Rollout]) -> None:
         """Add a group's rollouts, trained or not, to the numbers of this step."""
         rewards = [r.reward for r in finished]
