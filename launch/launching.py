@@ -20,7 +20,7 @@ from launch.session import Session
 from launch.settings import LauncherSettings
 from launch.shapes import refuse_loopback_engines, refuse_too_large, refuse_too_short
 from launch.slurm_queue import is_configured
-from launch.states import PointState, state_in, state_of, taken
+from launch.states import PointState, renewed, state_in, taken, what_it_needs
 from launch.submitit_keys import refuse_contradictions
 from launch.submitting import SUBMIT_LOCK, adopt
 from launch.sweep_file import read_sweep, record_points
@@ -59,7 +59,7 @@ def launch_points(
     distinct = {config.output_dir: i for i, config in enumerate(configs)}.values() if waits else range(len(batch))
     points = make_points([batch[i] for i in distinct], [configs[i] for i in distinct])
     queued = queued_points(sweep_dir) if on_slurm else set()
-    states = {point.path: state_of(point.path, queued) for point in points}
+    states = {point.path: what_it_needs(point.path, point.config, queued) for point in points}
     todo = [point for point in points if is_to_start(states[point.path], settings)]
     refuse_impossible(todo, settings, on_slurm)
     if settings.dry_run:
@@ -98,7 +98,7 @@ def launch_alone(session: Session, overrides: tuple[str, ...], config: RunConfig
             if settings.dry_run:
                 from launch.dry_run import show  # as above
 
-                state = state_of(path)
+                state = what_it_needs(path, point.config)
                 todo = [point] if is_to_start(state, settings) else []
                 show([point], {path: state}, todo, path, settings, on_slurm)
             else:
@@ -187,7 +187,7 @@ def _submit(session: Session, points: list[Point], sweep_dir: Path, settings: La
     with _turn(sweep_dir):
         adopt(sweep_dir)
         queued = queued_points(sweep_dir)
-        states = {point.path: state_of(point.path, queued) for point in points}
+        states = {point.path: what_it_needs(point.path, point.config, queued) for point in points}
         todo = _prepare(session, points, states, sweep_dir, settings)
         for point in todo:
             freeze(point)
@@ -213,7 +213,7 @@ def _turn(sweep_dir: Path) -> Iterator[None]:
 def _start(session: Session, points: list[Point], sweep_dir: Path, settings: LauncherSettings) -> None:
     """Run here what is to be started."""
     with _turn(sweep_dir):
-        states = {point.path: state_of(point.path) for point in points}
+        states = {point.path: what_it_needs(point.path, point.config) for point in points}
         todo = [
             point
             for point in _prepare(session, points, states, sweep_dir, settings)
@@ -226,7 +226,7 @@ def _start(session: Session, points: list[Point], sweep_dir: Path, settings: Lau
 def _freeze_if_free(session: Session, point: Point, settings: LauncherSettings) -> bool:
     """Whether another sweep on this machine has not begun with it since we looked: who freezes locks it, too."""
     with taken(point.path) as is_ours:
-        state = state_in(point.path) if is_ours else "active"
+        state = renewed(state_in(point.path), point.path, point.config) if is_ours else "active"
         if is_to_start(state, settings):
             freeze(point)
             return True

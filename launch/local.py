@@ -15,7 +15,7 @@ from launch.places import refusal
 from launch.points import Point, is_to_start
 from launch.session import Session
 from launch.settings import LauncherSettings
-from launch.states import state_in, take
+from launch.states import renewed, state_in, take
 from prl.config.console import one_line
 from prl.config.errors import ConfigError, UserError
 from prl.runtime.directory.identity import job_name
@@ -141,7 +141,7 @@ class Agents:
     def take(self, point: Point) -> bool:
         """Whether it is still to be started, and by us. Raises OSError."""
         fd = take(point.path)
-        state = "active" if fd is None else state_in(point.path)
+        state = "active" if fd is None else renewed(state_in(point.path), point.path, point.config)
         if fd is not None:
             self.in_hand[point.path] = fd
         if is_to_start(state, self.settings):

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from prl.config.schema import RunConfig
 from prl.runtime.directory.files import is_held
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import read_status
+from prl.runtime.evaluated import why_outdated
 from prl.runtime.process.failures import is_refusal, waits_for_people
 
 TAKEN = ".taken"  # in the sweep's directory: a locked file for each point that a sweep on this machine has in hand
@@ -25,6 +27,18 @@ def state_of(path: Path, queued: Iterable[Path] = ()) -> PointState:
     or a person.
     """
     return "active" if path in queued or is_taken(path) else state_in(path)
+
+
+def what_it_needs(path: Path, config: RunConfig, queued: Iterable[Path] = ()) -> PointState:
+    """As `state_of`, where words may mean another policy by now: an evaluation of one that has changed is to be made
+    anew.
+    """
+    return renewed(state_of(path, queued), path, config)
+
+
+def renewed(state: PointState, path: Path, config: RunConfig) -> PointState:
+    """A state with that in view."""
+    return "unfinished" if state == "done" and why_outdated(path, config) else state
 
 
 def state_in(path: Path) -> PointState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 
 import pytest
@@ -51,6 +52,23 @@ def test_steps_give_what_the_run_found_itself_and_compare_ranks_them(trained):
     assert compared.code == 0, compared.output
     low, high = told[0]["environments"]["reverse_text"]["figures"]["avg@1"]["interval"]
     assert f"{own[2]:.4f} [{low:.3f}, {high:.3f}]" in compared.output
+
+
+def test_other_weights_at_the_same_place_are_evaluated_anew(trained):
+    home, _ = trained
+    shutil.copytree(home / "run/export", home / "weights")
+    words = ["-m", "hydra/launcher=local", f"model.path={home}/weights", "sweep=replaced"]
+    evaluate(home, *words)
+    (point,) = (home / "outputs/sweeps/replaced").glob("*/evaluated.json")
+    first = json.loads(point.read_text())["weights"]
+    assert "done already" in evaluate(home, *words)
+    weights = home / "weights/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-200_000:-100_000] = bytes(100_000)
+    weights.write_bytes(content)
+    assert f"the weights in {home}/weights are others than those that were evaluated" in evaluate(home, *words)
+    assert json.loads(point.read_text())["weights"] != first
+    assert read_status(point.parent)["attempt"] == 2
 
 
 def test_a_served_model_gives_the_same_and_is_evaluated_once(trained):

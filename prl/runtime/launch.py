@@ -22,8 +22,10 @@ from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
 from prl.runtime.directory.files import READ_ONLY, as_user_error
 from prl.runtime.directory.hours import Hours
-from prl.runtime.directory.rundir import RunDir, claim, is_locked
+from prl.runtime.directory.inputs import note_changes
+from prl.runtime.directory.rundir import ENV, RunDir, claim, is_locked
 from prl.runtime.directory.status_file import State, StatusFile, read_status
+from prl.runtime.evaluated import why_outdated
 from prl.runtime.external import check_engines
 from prl.runtime.nodes.remote import Nodes, has_no_agents
 from prl.runtime.nodes.seats import Seat, starter_of
@@ -132,11 +134,16 @@ def _run_claimed(
     from prl.runtime.people.report import print_report
 
     progress = Progress(plan.config.logging.progress)
+    outdated = ""
     if read_status(run_dir.path).get("state") == "done":
-        progress.note(f"{run_dir.path} is done already")
-        print_report(plan, run_dir.path)
-        return 0
+        outdated = why_outdated(run_dir.path, plan.config)
+        if not outdated:
+            progress.note(f"{run_dir.path} is done already")
+            print_report(plan, run_dir.path)
+            return 0
     progress.note(f"run directory {run_dir.path}")
+    if outdated:
+        progress.note(f"{outdated}: evaluated anew")
     if without := roles_without_gpu(plan):
         progress.note(f"{', '.join(without)}: no GPU is left, so on the CPU; deployment=colocated shares the GPUs")
     marker = secrets.token_hex(16)
@@ -160,6 +167,9 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
     config = plan.config
     resume_step = _prepare_resume(path, config.job, home.progress)
     status = StatusFile(path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours)
+    changed = note_changes(path / ENV, config, status.content["attempt"])
+    if changed and resume_step:
+        home.progress.note(f"changed since the attempt before: {', '.join(changed)}; what was trained is of the old")
     status.content["started_by"] = starter_of(home.nodes.seats)
     status.write()
     home.reaper.tell(f"status {status.path}")

@@ -15,6 +15,7 @@ from prl.runtime.directory.checkpoints import step_dir
 from prl.runtime.directory.evaluation import CONVERTED, SOURCE, read_source
 from prl.runtime.directory.files import replace_file
 from prl.runtime.directory.status_file import StatusFile
+from prl.runtime.evaluated import note_evaluated
 from prl.runtime.policy_source import find_policy
 from prl.runtime.supervisor import Household, Outcome, Supervisor
 
@@ -27,6 +28,7 @@ def prepare_policy(plan: RunPlan, run_dir: Path, home: Household) -> tuple[str |
     where that was needed. Raises UserError where the run has no such step.
     """
     config = plan.config
+    note_evaluated(run_dir, config)
     if config.eval.run is None:
         return None, None
     run = Path(config.eval.run)

@@ -30,7 +30,7 @@ from prl.runtime.directory.files import (
     replace_file,
 )
 from prl.runtime.directory.identity import describe_process, find_process
-from prl.runtime.directory.own_modules import describe_modules, find_own_modules
+from prl.runtime.directory.inputs import describe_inputs
 
 OUTPUTS = Path("outputs")
 LOCK = ".lock"
@@ -267,6 +267,6 @@ def _environment(plan: RunPlan) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "packages": versions,
-        "modules": describe_modules(find_own_modules(plan.config)),
+        **describe_inputs(plan.config),
         "config_dirs": [str(path) for path in directories()],
     }
