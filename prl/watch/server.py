@@ -20,7 +20,7 @@ from prl.watch.store import Store
 from prl.watch.timeline import timeline
 
 ASSETS = Path(__file__).parent / "assets"
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 MOST_ROWS = 200  # of a page of rollouts
 HEADERS = {
     "Content-Security-Policy": (

@@ -2,7 +2,7 @@
 "use strict";
 
 const COLORS = ["#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#57534e"];
-const WIDTH = 420, HEIGHT = 190, LEFT = 54, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const WIDTH = 420, HEIGHT = 190, LEFT = 54, RIGHT = 12, TOP = 8, BOTTOM = 22;
 
 function ticks(low, high) {
   const rough = (high - low) / 4 || 1, size = 10 ** Math.floor(Math.log10(rough));
@@ -28,7 +28,7 @@ function chart(title, lines) {
       el("text", { class: "tick", x: LEFT - 4, y: y(at) + 3, "text-anchor": "end" }, figure(at)));
   }
   for (const at of ticks(first, last).filter(Number.isInteger)) {
-    svg.append(el("text", { class: "tick", x: x(at), y: HEIGHT - 6, "text-anchor": "middle" }, figure(at)));
+    svg.append(el("text", { class: "tick", x: x(at), y: HEIGHT - 6, "text-anchor": x(at) > WIDTH - RIGHT - 10 ? "end" : "middle" }, figure(at)));
   }
   lines.forEach((line, index) => {
     const color = COLORS[index % COLORS.length];

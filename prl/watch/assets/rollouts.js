@@ -84,9 +84,10 @@ async function rolloutPage(query) {
   const parts = [about(found)];
   if (found.samples.length) {
     const shown = el("div", {});
+    const known = Object.entries(COLOR_BY).filter(([key]) => found.samples.some((sample) => sample[key].some((v) => v !== null)));
     const kind = COLOR_BY[query.color] ? query.color : "logp";
     const draw = (by) => shown.replaceChildren(...found.samples.map((sample) => tokensOf(sample, by)));
-    const buttons = Object.entries(COLOR_BY).map(([key, name]) => el("button", { class: key === kind ? "chosen" : null, on: { click: (e) => {
+    const buttons = known.map(([key, name]) => el("button", { class: key === kind ? "chosen" : null, on: { click: (e) => {
       for (const other of e.target.parentNode.children) other.classList.remove("chosen");
       e.target.classList.add("chosen"); draw(key);
     } } }, name));

@@ -79,6 +79,7 @@ async function draw() {
   clearTimeout(timer);
   const known = Object.hasOwn(PAGES, view) ? PAGES[view] : PAGES.overview;
   document.getElementById("trail").replaceChildren(...trail(view, query));
+  if (before !== location.hash) live.textContent = "loading …";
   try {
     const parts = (await known.draw(query)).flat(Infinity);
     if (mine !== drawn) return;
