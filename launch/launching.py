@@ -138,7 +138,8 @@ def wait_for_server(session: Session, path: Path) -> None:
 
 def why_it_does_not_serve(path: Path) -> str:
     """Of a server whose job has ended: the class, cause and remedy that its status has, and where more is said."""
-    more = f"python -m prl.status {shlex.quote(str(path))}; {path / 'slurm'} has its log"
+    more = f"python -m prl.status {shlex.quote(str(path))}"
+    more += f"; {path / 'slurm'} has its log" * any((path / "slurm").glob("*.log"))
     failure = read_status(path).get("failure")
     if not failure:
         state, why = points_without_word(path, read_sweep(path)).get(".", ("lost", ""))

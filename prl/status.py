@@ -180,7 +180,7 @@ def _lines_of_run(run_dir: Path, state: str, told: str) -> list[str]:
         return [f"{run_dir}: {state}", *filter(None, [told]), *faults]
     lines = [
         f"{run_dir}: {state}, step {status['step']}/{status['max_steps']}",
-        f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)} ago",
+        f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)}",
     ]
     lines += filter(None, [doing_of(run_dir, status, state)])
     if state == "running":
@@ -281,7 +281,7 @@ def _row(directory: Path, run: Path, silent: Mapping[str, tuple[str, str]]) -> t
     reward = last.get("eval/reward", last.get("reward", last.get("val_loss", last.get("loss"))))
     figures = tuple(_figure(value) for value in (reward, last.get("tokens_per_s")))
     where = (read_attempts(run) or [{}])[-1].get("node", "")
-    return (name, state, step, *figures, where, str(status["attempt"]), f"{_ago(status)} ago", why)
+    return (name, state, step, *figures, where, str(status["attempt"]), _ago(status), why)
 
 
 def _short(directory: Path, why: str) -> str:
@@ -306,7 +306,9 @@ def last_rows(run: Path) -> dict[str, Any]:
 
 
 def _ago(status: dict[str, Any]) -> str:
-    return clock(time.time() - status["updated"])
+    """Of a machine whose clock is ahead of ours, by how much."""
+    age_s = time.time() - status["updated"]
+    return f"{clock(age_s)} ago" if round(age_s) >= 0 else f"{clock(-age_s)} ahead"
 
 
 if __name__ == "__main__":

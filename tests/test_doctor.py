@@ -353,6 +353,10 @@ def test_infiniband_ports(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         for name, text in (("state", state), ("rate", "400 Gb/sec (4X NDR)"), ("link_layer", "InfiniBand")):
             (port / name).write_text(text + "\n")
+    ethernet = tmp_path / "mlx5_2/ports/1"
+    ethernet.mkdir(parents=True)
+    for name, text in (("state", "4: ACTIVE"), ("rate", "100 Gb/sec (4X EDR)"), ("link_layer", "Ethernet")):
+        (ethernet / name).write_text(f"{text}\n")
     assert infiniband(tmp_path) == (("mlx5_0 400 Gb/sec InfiniBand",), ("mlx5_1 400 Gb/sec InfiniBand",))
 
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,15 @@ def test_rollouts_that_an_evaluation_lost_are_in_the_status_and_on_the_page(tmp_
     MetricsWriter(run, "orchestrator").log(step=10, **{"eval/reward": 0.9}, **(counts | {"eval/failed_rollouts": 0}))
     assert told not in render(run)[0]
     assert Store(tmp_path).overview()["runs"][0]["lost_rollouts"] == ""
+
+
+@pytest.mark.parametrize(("ahead_s", "told"), [(-75.4, "1:15 ago"), (3700, "1:01:40 ahead")])
+def test_a_machine_whose_clock_is_ahead_is_told(tmp_path: Path, monkeypatch, ahead_s: float, told: str) -> None:
+    run = make_run(tmp_path / "s/run", {"seed": "1"}, state="running")
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    change_status(run, updated=1e9 + ahead_s)
+    assert f"updated {told}" in render(run)[0]
+    assert told in render(tmp_path / "s")[0]
 
 
 def test_a_run_that_makes_a_warm_start_or_waits_for_one_says_so(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from prl.config.place_names import check_length
 
@@ -13,8 +13,16 @@ MOST = 2**31 - 1  # of anything that is counted: what 32 bits of a kernel, a hea
 MAX_TEMPERATURE = 1000.0  # beyond, all tokens are equally probable, and engines refuse it
 FLOAT32 = 3.4e38  # numbers beyond are infinite once a tensor holds them
 
-Positive = Annotated[int, Field(gt=0, le=MOST)]
-NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+
+def _counted(value: object) -> object:
+    """pydantic takes true for 1."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
+
+
+Positive = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=MOST)]
+NonNegative = Annotated[int, BeforeValidator(_counted), Field(ge=0, le=MOST)]
 PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT32)]
 Number = Annotated[float, Field(ge=-FLOAT32, le=FLOAT32)]

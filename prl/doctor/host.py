@@ -55,11 +55,15 @@ def look_at_host(port: int) -> HostFacts:
 
 
 def infiniband(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Ports that are active, and those that are not, as /sys/class/infiniband shows them."""
+    """Ports that are active, and those that are not, as /sys/class/infiniband shows them; without those of RoCE, which
+    stand there, too, and which runs leave alone (prl/runtime/process/environment.py).
+    """
     up: list[str] = []
     down: list[str] = []
     for port in sorted(root.glob("*/ports/*")):
         text = {name: _read(port / name) for name in ("state", "rate", "link_layer")}
+        if text["link_layer"] == "Ethernet":
+            continue
         said = f"{port.parent.parent.name} {' '.join(text['rate'].split()[:2])} {text['link_layer']}".strip()
         (up if "ACTIVE" in text["state"] else down).append(said)
     return tuple(up), tuple(down)

@@ -99,7 +99,9 @@ def _remedies(plan: RunPlan, found: int) -> Iterator[str]:
         if gpus_needed(make_plan(config.model_copy(update={"deployment": lowest}))) <= found:
             yield " ".join(f"{word.partition('=')[0]}=null" for word in named)
     if turns is not None and turns <= found:
-        yield "deployment=colocated (trainer and engines take turns on the same GPUs)"
+        keys = [key for key in ("infer_gpu_ids", "train_gpu_ids") if getattr(deployment, key)]
+        unnamed = [f"deployment.{key}=null" for key in keys]
+        yield " ".join(["deployment=colocated", *unnamed]) + " (trainer and engines take turns on the same GPUs)"
     single = config.model_copy(update={"parallelism": SINGLE})
     smaller = deployment.type != "multi_node" and config.parallelism != SINGLE and not violations(single)
     if smaller and (deployment.device != "cuda" or gpus_needed(make_plan(single)) <= found):

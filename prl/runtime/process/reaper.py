@@ -63,7 +63,7 @@ class Reaper:
     def _write(self, command: str) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is dead; revive() follows
-            self.process.stdin.write(command.encode() + b"\n")
+            self.process.stdin.write(os.fsencode(command) + b"\n")
             self.process.stdin.flush()
 
     def finish(self) -> None:
@@ -254,7 +254,7 @@ def main() -> None:
                 break
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
-                watch.obey(line.decode())
+                watch.obey(os.fsdecode(line))
         watch.survey()
     watch.kill_all()
     watch.clean_up()
