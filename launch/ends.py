@@ -13,7 +13,7 @@ from launch.sweep_file import job_of_points, refused_points
 from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
-from prl.runtime.people.faults import UNREADABLE, find_faults
+from prl.runtime.people.faults import MISSING, NOT_STARTED, PLAN, UNREADABLE, find_faults
 from prl.runtime.process.failures import log_tail
 
 SLURM_SAYS = re.compile(r"^(srun|slurmstepd|slurmd)[^:]*: (error|fatal): ")
@@ -26,7 +26,8 @@ def points_without_word(sweep_dir: Path, sweep: dict[str, Any]) -> dict[str, tup
     "queued" while SLURM has a job for them that waits, or has not told of itself yet; "suspended"; "starting" where the
     job of a point that had ended runs again. While its job has not ended, and SLURM may start it again, the state in
     which the point ended, or "lost" for one that has not told its end (its lock says whether it lives). If they never
-    started "missing" (their job has ended), "refused" (sbatch did not take it), "planned", or "unreadable".
+    started "missing" (their job has ended, or they have no plan), "refused" (sbatch did not take it), "not started", or
+    "unreadable".
     """
     jobs, refused = job_of_points(sweep), refused_points(sweep)
     try:
@@ -46,10 +47,11 @@ def points_without_word(sweep_dir: Path, sweep: dict[str, Any]) -> dict[str, tup
         elif not has_begun and job:
             gone[name] = job
         elif not has_begun:
-            found[name] = ("planned", "")
+            has_plan = os.path.lexists(sweep_dir / name / PLAN)
+            found[name] = (NOT_STARTED, "") if has_plan else (MISSING, f"there is no {name}/{PLAN}")
     ends = why_gone(sweep_dir, gone.values())
-    found |= {name: ("missing", ends[job]) for name, job in gone.items()}
-    for name in [name for name, (state, _) in found.items() if state in ("missing", "planned")]:
+    found |= {name: (MISSING, ends[job]) for name, job in gone.items()}
+    for name in [name for name, (state, _) in found.items() if state in (MISSING, NOT_STARTED)]:
         if faults := find_faults(sweep_dir / name):
             found[name] = (UNREADABLE, "; ".join(faults))
     return found

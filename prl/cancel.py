@@ -23,8 +23,8 @@ from prl.runtime.directory.files import find_directories, refuse_unreadable
 from prl.runtime.directory.identity import signal_process
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import read_status, status_path
-from prl.runtime.people.faults import find_faults, holds_run
-from prl.status import cause_of, find_runs, true_state, waiting_points
+from prl.runtime.people.faults import holds_run
+from prl.status import cause_of, find_runs, silent_points, state_alone, state_of_point
 
 
 def main() -> None:
@@ -79,14 +79,15 @@ def what_it_is(directory: Path) -> str:
 
     if holds_run(directory):
         status = read_status(directory)
-        state = true_state(directory, status) if status or find_faults(directory) else "not started"
+        state, _ = state_alone(directory)
         step = f", step {status['step']}/{status['max_steps']}" if status else ""
         why = cause_of(directory, status)
         return f"{directory} is a run that is {state}{step}" + (f" ({why})" if why else "")
-    states = {run.relative_to(directory).as_posix(): true_state(run, read_status(run)) for run in find_runs(directory)}
     is_sweep = os.path.exists(directory / SWEEP_FILE)
-    if is_sweep:
-        states = {**waiting_points(directory), **states}
+    silent = silent_points(directory) if is_sweep else {}
+    runs = {run.relative_to(directory).as_posix(): run for run in find_runs(directory)}
+    states = {name: state for name, (state, _) in silent.items()}
+    states |= {name: state_of_point(run, name, silent)[0] for name, run in runs.items()}
     counts = Counter(states.values())
     told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     kind = "a sweep with" if is_sweep else "no run and no sweep, but holds"

@@ -22,7 +22,7 @@ from launch.session import Job, Session, point_key
 from prl.config.composing import (
     VERSION_BASE,
     explain,
-    offer_config_names,
+    know_command,
     problems,
     refuse_contradictions,
 )
@@ -57,7 +57,8 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
             refuse_torchrun(f"prl.{config_name}")
         if args.config_path is not None:
             raise _no_other_conf(args.config_path)
-        offer_config_names(starts_nothing)
+        refuse_options(args)
+        know_command(starts_nothing, sys.argv[1 + len(args.overrides) :])
         if why := lost_directory():  # Hydra asks for its name, and makes what it is told to make from there
             raise UserError(
                 f"{why[0].upper()}{why[1:]}.", why="paths are relative to it", fix="cd to another directory"
@@ -113,6 +114,48 @@ def parse_command_line() -> argparse.Namespace:
         options.remove(override)
     sys.argv = [sys.argv[0], *args.overrides, *options]
     return args
+
+
+def refuse_options(args: argparse.Namespace) -> None:
+    """Raise UserError for options of Hydra that are not for prl, or not beside each other."""
+    if args.experimental_rerun is not None:
+        raise UserError(
+            "--experimental-rerun is not supported.",
+            where=f"--experimental-rerun {args.experimental_rerun}",
+            why="it reads a pickle of Hydra's, and prl writes none: a run is frozen in its plan.json",
+            fix="the command of that run with output_dir=RUN goes on with it, and with another output_dir runs it anew",
+        )
+    asked = [option for option, is_given in _actions(args).items() if is_given]
+    if len(asked) > 1:
+        raise UserError(
+            f"{' and '.join(asked)} cannot be given together.",
+            where=" ".join(asked),
+            why="each says what the command does",
+            fix="give one of them",
+        )
+    if args.resolve and args.cfg is None and not args.help:
+        raise UserError(
+            "--resolve is for --cfg.", where="--resolve", why="it says how --cfg shows a configuration", fix="--cfg job"
+        )
+    swept = [] if args.cfg is None and args.info is None else swept_keys(args.overrides)
+    if swept:
+        raise UserError(
+            f"{asked[0]} shows one configuration, and this is a sweep.",
+            where=" ".join(line for line in args.overrides if swept_keys([line])),
+            why="each key has one value in it",
+            fix=f"one value for {', '.join(swept)}",
+        )
+
+
+def _actions(args: argparse.Namespace) -> dict[str, bool]:
+    """What Hydra does one of."""
+    return {
+        "--run": args.run,
+        "--cfg": args.cfg is not None,
+        "-m": args.multirun,
+        "--shell-completion": args.shell_completion,
+        "--info": args.info is not None,
+    }
 
 
 def _no_other_conf(path: str) -> UserError:

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,15 @@ from prl.runtime.directory.ledger import summarise_failures
 from prl.runtime.directory.rundir import is_locked
 from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
 from prl.runtime.nodes.seats import commands_by_hand
-from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run, last_lines, within
+from prl.runtime.people.faults import (
+    MISSING,
+    NOT_STARTED,
+    UNREADABLE,
+    find_faults,
+    holds_run,
+    last_lines,
+    within,
+)
 from prl.runtime.people.view import clock
 from prl.runtime.process.failures import how_points_go_on, some_names, waits_for_people
 
@@ -69,14 +77,10 @@ def show(directory: Path, follow: bool) -> None:
 
 def render(directory: Path) -> tuple[str, bool]:
     """One run in full or a table of runs (nothing, if there is none), and whether any of them runs or waits."""
-    if has_told(directory):
+    if has_told(directory) or (holds_run(directory) and not os.path.exists(directory / "sweep.json")):
         state, told = state_alone(directory)
         return render_run(directory, state, told), state in ALIVE
-    silent, damage = dict[str, tuple[str, str]](), ""
-    try:
-        silent = silent_points(directory)
-    except UserError as error:  # of the sweep's record; its runs are there none the less
-        damage = error.render()
+    silent, damage = ask_record(directory)
     runs = find_runs(directory)
     rows = [_row(directory, run, silent) for run in runs]
     started = {run.relative_to(directory).as_posix() for run in runs}
@@ -86,18 +90,46 @@ def render(directory: Path) -> tuple[str, bool]:
     rows = [(directory.resolve().name, *row[1:]) if row[0] == ALONE else row for row in rows]
     if not rows:
         return "", False
-    goes_on = []
-    if os.path.exists(directory / "sweep.json"):
-        statuses = _statuses(directory, runs)  # a point whose job has not ended may be started by SLURM
-        goes_on = how_points_go_on({name: status for name, status in statuses.items() if name not in silent})
-    if unstarted := sorted(name for name, (state, _) in silent.items() if state in ("missing", "refused")):
-        goes_on.append(_how_it_starts(directory, unstarted))
+    goes_on = how_sweep_goes_on(directory, [run.relative_to(directory).as_posix() for run in runs], silent)
     lines = [render_table(sorted(rows)), *map(one_line, [*goes_on, summarise_failures(directory)]), damage]
     return "\n".join(filter(None, lines)), any(row[1] in ALIVE for row in rows)
 
 
-def _statuses(directory: Path, runs: list[Path]) -> dict[str, dict[str, Any]]:
-    return {run.relative_to(directory).as_posix(): read_status(run) for run in runs}
+def ask_record(directory: Path) -> tuple[dict[str, tuple[str, str]], str]:
+    """`silent_points`, and what is wrong with the sweep's record, if anything is: its runs are there none the less."""
+    try:
+        return silent_points(directory), ""
+    except UserError as error:
+        return {}, error.render()
+
+
+def how_sweep_goes_on(directory: Path, names: Iterable[str], silent: Mapping[str, tuple[str, str]]) -> list[str]:
+    """A line for each kind of points that failed or never started: what makes them go on. Nothing for a directory that
+    is no sweep.
+
+    Args:
+        names: of the points that have told of themselves.
+        silent: as of `silent_points`: what is there may be started by SLURM, and is not the sweep's command's.
+    """
+    told = []
+    if os.path.exists(directory / "sweep.json"):
+        told = how_points_go_on({name: read_status(directory / name) for name in names if name not in silent})
+    if unstarted := sorted(name for name, (state, _) in silent.items() if state in (MISSING, "refused")):
+        told.append(_how_it_starts(directory, unstarted))
+    return told
+
+
+def state_of_point(run: Path, name: str, silent: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """State of a run, and what its sweep's record and SLURM's queue say of it: the one reader of all that show runs.
+
+    Args:
+        name: its name in the record.
+        silent: as of `silent_points`; empty for a run that is no part of a sweep.
+    """
+    if not has_told(run):
+        return silent.get(name, (NOT_STARTED if holds_run(run) else MISSING, ""))
+    state, told = state_in(silent, name, true_state(run, read_status(run)))
+    return UNREADABLE if state == "done" and find_faults(run) else state, told
 
 
 def state_in(silent: Mapping[str, tuple[str, str]], name: str, state: str) -> tuple[str, str]:
@@ -114,21 +146,17 @@ def state_in(silent: Mapping[str, tuple[str, str]], name: str, state: str) -> tu
 
 def state_alone(run_dir: Path) -> tuple[str, str]:
     """The same of a run that is a job by itself, or a point whose sweep's record lies beside it."""
-    state = true_state(run_dir, read_status(run_dir))
     for sweep_dir, name in ((run_dir, ALONE), (run_dir.absolute().parent, run_dir.absolute().name)):
         if os.path.exists(sweep_dir / "sweep.json"):
             with contextlib.suppress(UserError):
-                return state_in(silent_points(sweep_dir, name), name, state)
-    return state, ""
-
-
-def waiting_points(sweep_dir: Path) -> dict[str, str]:
-    """Points of a sweep that do not run, and their states (`launch.ends`). Raises UserError for a damaged record."""
-    return {name: state for name, (state, _) in silent_points(sweep_dir).items()}
+                return state_of_point(run_dir, name, silent_points(sweep_dir, name))
+    return state_of_point(run_dir, ALONE, {})
 
 
 def silent_points(sweep_dir: Path, only: str | None = None) -> dict[str, tuple[str, str]]:
-    """The same, each with its cause; of one point only, if it is named."""
+    """Points of a sweep that do not run, with state and cause (`launch.ends`); of one only, if it is named. Raises
+    UserError for a damaged record.
+    """
     from launch.ends import points_without_word
     from launch.submitting import adopt_if_free
     from launch.sweep_file import read_sweep
@@ -267,7 +295,7 @@ def render_table(rows: list[tuple[str, ...]]) -> str:
 
 def _row(directory: Path, run: Path, silent: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
     name, status = run.relative_to(directory).as_posix(), read_status(run)
-    state, told = state_in(silent, name, true_state(run, status))
+    state, told = state_of_point(run, name, silent)
     why = "; ".join(filter(None, [told, cause_of(run, status)]))
     if not status:
         return (name, state, *[""] * (len(HEADER) - 3), _short(directory, why))

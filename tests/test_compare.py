@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import SMALL, environment, run
 
+import prl.status
 from prl.compare.figure import make_curves_of_groups, mean_line
 from prl.compare.points import read_directory
 from prl.compare.ranking import Comparison, compare
@@ -23,8 +26,17 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.metrics.writer import MetricsWriter
 from prl.planning.planner import make_plan
-from prl.runtime.directory.rundir import claim
+from prl.runtime.directory.rundir import LOCK, claim
 from prl.runtime.directory.status_file import StatusFile
+
+
+@contextlib.contextmanager
+def living(path: Path) -> Iterator[None]:
+    """As if the run of this directory lived: it holds its lock."""
+    with (path / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
 
 FAILURE = {"class": "oom", "role": "trainer/0", "message": "CUDA out of memory"}
 
@@ -116,15 +128,18 @@ def test_every_state_is_a_row_and_only_finished_points_are_ranked(tmp_path: Path
     two = ("max_steps=2",)
     make_point(tmp_path / "failed", [0.0, 0.2], seed=2, state="failed", others=two)
     make_point(tmp_path / "running", [0.0, 0.3, 0.9], seed=3, state="running")
-    lost = make_point(tmp_path / "lost", [0.0, 0.3], seed=4, state="running", others=two)
-    status = json.loads((lost / "status.json").read_text())
-    (lost / "status.json").write_text(json.dumps({**status, "updated": time.time() - 1000}))
+    make_point(tmp_path / "lost", [0.0, 0.3], seed=4, state="running", others=two)
     claim(make_plan(compose([f"output_dir={tmp_path / 'frozen'}", "seed=5", *two]))).release()
     points = [{"dir": name, "swept": {"seed": "1"}, "point_id": "x"} for name in ("done", "running", "gone")]
     points[2]["swept"] = {"seed": "6"}
     (tmp_path / "sweep.json").write_text(json.dumps({"points": points}))
-    result = compared(tmp_path)
+    with living(tmp_path / "running"):
+        result = compared(tmp_path)
+        shown = {line.split()[0]: line for line in prl.status.render(tmp_path)[0].splitlines()}
     states = {point.name: point.state for point in result.points}
+    told = {name: line for name, line in shown.items() if name in states}
+    assert set(told) == set(states) - {"frozen"}  # of no sweep's record, and has not begun
+    assert all(line.split("  ", 1)[1].strip().startswith(states[name]) for name, line in told.items()), "prl.status"
     assert states == {
         "done": "done",
         "failed": "failed",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from runs import SMALL, start
 from runtime_tree import wait_for
-from test_compare import command, compared, make_point
+from test_compare import command, compared, living, make_point
 from test_compare_wandb import Api, MirroredRun
 
 from prl.compare.hours import PaidHours
@@ -126,8 +126,11 @@ def test_requeued_twice_each_attempt_counts_and_the_queue_does_not(tmp_path: Pat
 
 def test_a_point_that_still_runs_is_counted_so_far(tmp_path: Path) -> None:
     point = point_with(tmp_path / "a", record(1, T0, over=False, start=60.0, steps=240.0), state="running")
-    assert not paid(point).at_least
-    assert cell(phase_table(compared(tmp_path)), "ended") == "not yet"
+    assert paid(point).at_least, "its processes are gone"
+    with living(tmp_path / "a"):
+        (point,) = read_directory(tmp_path / "a")
+        assert not paid(point).at_least
+        assert cell(phase_table(compared(tmp_path)), "ended") == "not yet"
 
 
 def test_attempts_that_never_told_of_themselves_are_known_by_their_agent(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from launch import ends
 from launch.launching import why_it_does_not_serve
 from launch.slurm import reasons_of
 from launch.sweep_file import read_sweep, refused_points
+from prl.compare.targets import read_targets
 from prl.status import render
 from prl.watch.store import Store
 
@@ -98,7 +99,10 @@ def test_points_that_were_only_planned_or_refused_say_so(tmp_path, cluster):
     states = {
         n: state for n, (state, _) in ends.points_without_word(tmp_path / "s", read_sweep(tmp_path / "s")).items()
     }
-    assert states == {"a": "planned", "b": "refused", "c": "missing"}
+    assert states == {"a": "missing", "b": "refused", "c": "missing"}, "a has no plan"
+    (tmp_path / "s/a").mkdir(exist_ok=True)
+    (tmp_path / "s/a/plan.json").write_text('{"config": {}}')
+    assert ends.points_without_word(tmp_path / "s", read_sweep(tmp_path / "s"))["a"] == ("not started", "")
     assert row_of(render(tmp_path / "s")[0], "b").endswith("no such partition")
 
 
@@ -154,6 +158,7 @@ def test_a_point_whose_job_slurm_starts_again_is_not_left_to_the_sweeps_command(
     (run / "status.json").write_text(json.dumps(status | {"failure": killed}))
     record(sweep, ["a"], submissions=[submitted("a")])
     assert "failed, and may pass: a" in render(sweep)[0]
+    assert read_targets([str(sweep)])[1] == ["failed, and may pass: a; the sweep's command tries again"]
     cluster(squeue=f"echo '{queue}'")
     text = render(sweep)[0]
     assert row_of(text, "a").split()[1] == state
@@ -165,6 +170,9 @@ def test_a_point_whose_job_slurm_starts_again_is_not_left_to_the_sweeps_command(
     shown = Store(sweep)
     assert shown.overview()["runs"][0]["state"] == shown.state_of(shown.run("a"))["state"] == state
     assert shown.overview()["runs"][0]["why"].startswith(told)
+    (point,), notes = read_targets([str(sweep)])
+    assert (point.state, point.why.startswith(f"{told}; ")) == (state, True), "prl.compare"
+    assert notes == []
 
 
 def test_a_point_that_was_killed_is_not_gone_while_its_job_is_there(tmp_path, cluster):

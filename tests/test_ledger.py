@@ -43,6 +43,7 @@ def test_a_torn_line_is_left_out(tmp_path):
 def test_a_run_that_ends_between_two_looks_is_not_lost(tmp_path, monkeypatch, end):
     run = tmp_path / "run"
     run.mkdir()
+    (run / "plan.json").write_text('{"config": {}}')
     StatusFile(run, "p", "rl", "run", max_steps=3)
 
     def is_locked(path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prl.config import compose
-from prl.config.composing import compose_yaml, offer_config_names
+from prl.config.composing import compose_yaml, know_command
 from prl.config.errors import ConfigError, UserError
 from prl.config.overrides import parse
 from prl.config.search_path import directories, use_directories
@@ -182,11 +182,11 @@ def test_a_file_that_is_not_read_is_told_with_a_command_for_a_shell(own, tmp_pat
 
 def test_only_jobs_with_all_groups_of_an_experiment_are_offered():
     assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "python -m prl.rl"
-    offer_config_names(True)
+    know_command(True, [])
     try:
         assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "-cn rl, in this command"
     finally:
-        offer_config_names(False)
+        know_command(False, [])
 
 
 def test_a_quotation_mark_is_told_with_the_line_as_a_shell_takes_it():

@@ -17,7 +17,7 @@ from prl.runtime.directory.checkpoints import steps
 from prl.runtime.directory.files import as_user_error
 from prl.runtime.nodes.remote import Nodes
 from prl.runtime.people import for_people
-from prl.runtime.process.failures import Failure
+from prl.runtime.process.failures import Failure, classify, error_record, parse_error_record
 
 READ_ONLY = OSError(errno.EROFS, os.strerror(errno.EROFS), "/run/control_key")
 
@@ -45,12 +45,25 @@ def test_a_key_that_cannot_be_removed_hides_not_how_a_run_ended(tmp_path: Path, 
 def test_it_is_told_where_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = as_user_error(READ_ONLY, tmp_path)
     assert isinstance(told, PassingError)
-    parts = {"what": told.what, "where": told.where, "why": told.why, "fix": told.fix}
-    launch._tell_failure(Failure("node", "a", 0, 0, told.what, "log", user_error=parts))  # raises nothing: code 1
+    record = parse_error_record(error_record(told))  # as the root gets it from a role
+    assert classify("trainer", 1, record, (), 0) == "node"
+    failure = Failure("node", "a", 0, 0, told.what, "log", (), record["user_error"], record["type"])
+    launch._tell_failure(failure)  # raises nothing: code 1
     shown = capsys.readouterr().err
     assert "read-only: /run/control_key could not be written" in shown
     assert f"where: {tmp_path}" in shown
     assert f"the same command, a sweep's too, resumes (a run by itself: with output_dir={tmp_path})" in shown
+
+
+def test_it_is_known_by_its_type_and_not_by_its_words(tmp_path: Path) -> None:
+    """Whatever is said of it, and of whatever else that is said."""
+    told = as_user_error(READ_ONLY, tmp_path)
+    assert told is not None
+    parts = {"what": "other words", "where": told.where, "why": told.why, "fix": told.fix}
+    assert launch._tell_read_only(type(told)(**parts))
+    assert not launch._tell_read_only(PassingError(told.what))
+    with pytest.raises(PassingError):
+        launch._tell_failure(Failure("node", "a", 0, 0, told.what, "log", (), parts, "PassingError"))
 
 
 def test_a_run_ends_in_sentences_and_resumes(start: Start, disk: Path) -> None:  # noqa: F811

@@ -139,6 +139,7 @@ def test_an_unreadable_status_costs_one_row_of_the_table(tmp_path: Path, content
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "status.json").write_text(content)
     (tmp_path / "b" / "metrics").mkdir()
+    (tmp_path / "b" / "plan.json").write_text('{"config": {}}')
     (tmp_path / "b" / "metrics" / "trainer.0.jsonl").write_text('{"step": 4, "loss": "nan"}\n[3]\n7\n')
     good = {"state": "done", "step": 4, "max_steps": 4, "attempt": 1, "updated": 0.0, "failure": None, "roles": {}}
     (tmp_path / "b" / "status.json").write_text(json.dumps(good))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.composing import offer_config_names
+from prl.config.composing import know_command
 from prl.config.search_path import use_directories
 from prl.entry import run_app
 from prl.plan import show_table
@@ -35,7 +35,7 @@ def plan(monkeypatch, capsys, *words: str) -> str:
     monkeypatch.setattr(sys, "argv", ["prl plan", *words])
     with pytest.raises(SystemExit) as left:
         run_app(show_table, "rl", starts_nothing=True)
-    offer_config_names(False)  # as every command but those that only look
+    know_command(False, [])  # as every command but those that only look
     said = capsys.readouterr().err
     assert left.value.code == (2 if said else 0)
     return said

@@ -186,7 +186,7 @@ def test_states_and_causes_by_point(sweep: Path) -> None:
     states = {Path(run["name"]).name: (run["state"], run["why"]) for run in found["runs"]}
     assert states["lr-0.1-seed-1"] == ("done", "")
     assert states["failed"] == ("failed", "oom: trainer/0: <b>out</b> of memory")
-    assert states["never"] == ("planned", "")  # no submission has named it
+    assert states["never"] == ("missing", "there is no never/plan.json")
     alarms = {Path(run["name"]).name: [alarm["kind"] for alarm in run.get("alarms", [])] for run in found["runs"]}
     assert (alarms["failed"], alarms["lr-0.1-seed-1"]) == (["truncated"], [])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import find_directories, read_object
-from prl.runtime.directory.rundir import ENV, is_locked
+from prl.runtime.directory.rundir import ENV
 from prl.runtime.directory.shapes import is_number, shaped, texts
-from prl.runtime.directory.status_file import FINAL_STATES, read_status
-from prl.runtime.people.faults import PLAN, UNREADABLE, find_faults, holds_run
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.people.faults import PLAN, find_faults, holds_run
+from prl.status import ask_record, state_alone, state_of_point
 
 SWEEP_FILE = "sweep.json"
 OF_PLAN: dict[str, Any] = {
@@ -25,15 +26,13 @@ OF_PLAN: dict[str, Any] = {
     "config": {"job": "", "choices": {}, "swept": {}},
     "roles": [{"node": 0, "devices": [0]}],
 }
-LOST_AFTER_S = 120.0  # a live run rewrites its status every second; a lock held on another machine may be invisible
 
 
 @dataclass
 class Point:
     """One point of a sweep.
 
-    `state` is that of status.json, or "lost" (it says that it is alive and is not), "not started" (a frozen plan and
-    nothing more), "missing" (listed in sweep.json, and nothing there) or "unreadable" (`why` says which file, and why).
+    `state` is what `prl.status` says of it (`prl.status.state_of_point`).
     `devices` counts those of trainer and engines.
     """
 
@@ -62,18 +61,22 @@ class Point:
         return self.state == "done"
 
 
-def read_directory(target: Path) -> list[Point]:
+def read_directory(target: Path, silent: Mapping[str, tuple[str, str]] | None = None) -> list[Point]:
     """The points of a sweep directory in the order of its sweep.json, or of a single run.
+
+    Args:
+        silent: what the sweep's record and SLURM's queue say of points, as of `prl.status.ask_record`; None asks them.
 
     Raises UserError if there is none.
     """
     if holds_run(target):
-        return [read_point(target, target.name)]
+        return [read_point(target, target.name, known=state_alone(target))]
+    silent = ask_record(target)[0] if silent is None else silent
     listed = _listed_points(target)
     paths = {os.path.realpath(path) for path, _ in listed}
     found = [path for path in find_runs(target) if os.path.realpath(path) not in paths]
-    points = [read_point(path, _name(path, target), entry) for path, entry in listed]
-    points += [read_point(path, _name(path, target)) for path in found]
+    named = [(path, _name(path, target), entry) for path, entry in [*listed, *((path, None) for path in found)]]
+    points = [read_point(path, name, entry, state_of_point(path, name, silent)) for path, name, entry in named]
     if not points:
         raise UserError(
             f"there is no run in {target}",
@@ -89,10 +92,13 @@ def find_runs(directory: Path) -> list[Path]:
     return find_directories(directory, holds_run)
 
 
-def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> Point:
+def read_point(
+    path: Path, name: str, listed: dict[str, Any] | None = None, known: tuple[str, str] | None = None
+) -> Point:
     """One run directory, which may lack anything.
 
     Args:
+        known: its state, and what its sweep's record and SLURM's queue say of it; None of a run by itself.
         listed: its entry in sweep.json.
     """
     listed = listed or {}
@@ -102,11 +108,13 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
     swept = texts(config.get("swept")) or texts(listed.get("swept"))
     status = read_status(path)
     failure = status.get("failure") or {}
-    told = [f"{failure['class']}: {failure['role']}: {failure['message']}"] if failure else []
+    state, why = known or state_of_point(path, name, {})
+    told = [why] if why else []
+    told += [f"{failure['class']}: {failure['role']}: {failure['message']}"] if failure else []
     point = Point(
         name=one_line(name),
-        state=UNREADABLE if status.get("state") == "done" and faults else _state(path, bool(found), status, faults),
-        why=one_line("; ".join([*told, *faults])),
+        state=state,
+        why=one_line("; ".join(dict.fromkeys([*told, *faults]))),
         point_id=one_line(plan["point_id"] or listed.get("point_id", "")),
         job=config.get("job", ""),
         step=status.get("step", 0),
@@ -123,18 +131,6 @@ def read_point(path: Path, name: str, listed: dict[str, Any] | None = None) -> P
         point.curves = make_curves(point.job, rows, point.devices)
         point.step = max(point.step, point.curves.steps[-1])
     return point
-
-
-def _state(path: Path, has_plan: bool, status: dict[str, Any], faults: list[str]) -> str:
-    if not status and is_locked(path):
-        return "running"
-    if not status and faults:
-        return UNREADABLE
-    if not status:
-        return "not started" if has_plan else "missing"
-    silent = time.time() - status.get("updated", 0.0) > LOST_AFTER_S
-    lost = status["state"] not in FINAL_STATES and silent and not is_locked(path)
-    return "lost" if lost else status["state"]
 
 
 def _listed_points(target: Path) -> list[tuple[Path, dict[str, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prl.compare import wandb_source
@@ -13,9 +13,8 @@ from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.metrics.wandb_mirror import has_key
 from prl.runtime.directory.files import find_directories, refuse_unreadable, why_no_object
-from prl.runtime.directory.status_file import read_status
 from prl.runtime.people.faults import holds_run
-from prl.runtime.process.failures import how_points_go_on
+from prl.status import ask_record, how_sweep_goes_on
 
 TARGET = "target"  # the column of --by-target
 
@@ -33,11 +32,12 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
     known: set[str] = set()
     notes = []
     for target, label in zip(targets, labels(targets), strict=True):
-        found = _read(target)
         place = Path(target).expanduser()
+        silent = ask_record(place)[0] if os.path.exists(place / SWEEP_FILE) else {}
+        found = _read(target, silent)
         notes += [one_line(why) for why in _damage_of_record(place)]
         if os.path.exists(place / SWEEP_FILE):
-            notes += map(one_line, how_points_go_on({point.name: read_status(place / point.name) for point in found}))
+            notes += map(one_line, how_sweep_goes_on(place, [point.name for point in found], silent))
         new = [point for point in found if not point.run_id or point.run_id not in known]
         known |= {point.run_id for point in new if point.run_id}
         if len(new) < len(found):
@@ -57,7 +57,7 @@ def labels(targets: Sequence[str]) -> list[str]:
     return list(map(one_line, short if len(set(short)) == len(short) else targets))
 
 
-def _read(target: str) -> list[Point]:
+def _read(target: str, silent: Mapping[str, tuple[str, str]]) -> list[Point]:
     place = Path(target).expanduser()
     refuse_unreadable(place)
     if not os.path.lexists(place):
@@ -65,7 +65,7 @@ def _read(target: str) -> list[Point]:
     files = find_files(place)
     if files and not _holds_runs(place):
         return [wandb_source.read_run(run) for run in read_files(files)]
-    return read_directory(place)
+    return read_directory(place, silent)
 
 
 def _damage_of_record(place: Path) -> list[str]:

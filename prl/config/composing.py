@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from prl.config.overrides import (
     unknown_choice,
 )
 from prl.config.own_files import overridden, wrong_files
-from prl.config.refused_lines import refused_file, refused_line
+from prl.config.refused_lines import NEEDS_MULTIRUN, needs_multirun, refused_file, refused_line
 from prl.config.search_path import directories
 from prl.config.traced import left_to_user, traced
 from prl.config.unreadable import UNREADABLE, unreadable
@@ -181,6 +181,8 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         return of_a_file
     except UserError as of_a_line:
         found = [of_a_line]
+    if NEEDS_MULTIRUN.match(str(error)):
+        found.append(needs_multirun(overrides, _with_multirun(overrides, config_name)))
     if not found and isinstance(error, OmegaConfBaseException) and error.full_key:
         from prl.config.resolving import unresolved
 
@@ -225,13 +227,25 @@ def _of_another_job(message: str, overrides: list[str], config_name: str) -> Use
 
 
 _only_looks = [False]  # whether this command looks at the configuration of any job: prl.plan, prl.doctor
+_options: list[str] = []  # of this command, beside its overrides
 
 
-def offer_config_names(only_looks: bool) -> None:
-    """Whether the remedy for what is of another job is `-cn JOB` in the same command, and not the command of that job,
-    which starts something.
+def know_command(only_looks: bool, options: Iterable[str]) -> None:
+    """What remedies that are commands are made of.
+
+    Args:
+        only_looks: the remedy for what is of another job is `-cn JOB` in the same command, and not the command of that
+            job, which starts something.
+        options: of this command, beside its overrides.
     """
-    _only_looks[0] = only_looks
+    _only_looks[0], _options[:] = only_looks, options
+
+
+def _with_multirun(overrides: list[str], config_name: str) -> str:
+    """The same command as a sweep."""
+    if _only_looks[0]:
+        return f"-m {shlex.join(overrides)}, in this command"
+    return f"python -m prl.{config_name if config_name in JOBS else 'rl'} -m {shlex.join([*overrides, *_options])}"
 
 
 def _job_to_take(names: list[str]) -> str:
@@ -289,8 +303,9 @@ def _of_hydras_group(message: str) -> UserError | None:
     )
     if met is None:
         return None
-    choices = sorted(set(re.findall(r"^\s*([\w-]+)$", met[3], re.M)) - NOT_OURS)
-    return unknown_choice(met[1], met[2], choices)
+    choices = set(re.findall(r"^\s*([\w-]+)$", met[3], re.M)) - NOT_OURS
+    ours_first = sorted(choices, key=lambda name: (not (conf_dir() / met[1] / f"{name}.yaml").is_file(), name))
+    return unknown_choice(met[1], met[2], ours_first)
 
 
 def _of_a_type(error: Exception, overrides: list[str], config_name: str) -> UserError | None:

@@ -63,6 +63,10 @@ class PassingError(UserError):
     """A condition of the machine that may pass (a full disk): the same command may find it gone, unchanged."""
 
 
+class ReadOnlyError(PassingError):
+    """A file system became read-only under a run: the machine's fault, and no mistake of who started it."""
+
+
 class AwayError(PassingError):
     """What others run is away for now; the same command may find it back."""
 

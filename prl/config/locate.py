@@ -65,10 +65,14 @@ def file_of_choice(group: str, choice: str) -> Path:
 
 
 def folders_of(group: str) -> str:
-    """The directories that hold files of a group, for people."""
+    """The directories that hold files of a group, for people; of Hydra's groups, whose choices lie in packages, too, the
+    group.
+    """
+    if group.startswith("hydra/"):
+        return f"the group {group}"
     name = "memory_recipe" if group == "memory" else group
     own = [str(root / name) for root in directories() if os.path.isdir(root / name)]
-    ours = [f"conf/{group}"] if (conf_dir() / name).is_dir() or not own else []
+    ours = [f"conf/{name}"] if (conf_dir() / name).is_dir() or not own else []
     return ", ".join(ours + own)
 
 

@@ -10,16 +10,21 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from hydra.conf import HydraConf
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from prl.config.errors import ConfigError, UserError
 from prl.config.locate import added_groups, conf_dir, config_groups, folders_of, searched, sweep_files
 from prl.config.search_path import directories
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
 
 SWEEP_GROUP = "sweep_file"
 IN_POINT = " (first in the point "  # before the label of a sweep's point, where an error is of one
@@ -46,10 +51,27 @@ def parse(lines: Iterable[str]) -> list[Override]:
     return parsed
 
 
+class _Choices:
+    """Answers `glob()` as Hydra's loader of configs does, by the names of files: of it, an axis needs no more."""
+
+    def get_group_options(self, group_name: str, results_filter: ObjectType | None = None) -> list[str]:
+        return _groups().get(group_name, [])
+
+
+def _groups() -> dict[str, list[str]]:
+    """Those of config_groups, and the ready-made sweeps under both of their names."""
+    sweeps = sorted(sweep_files())
+    return config_groups() | {SWEEP_GROUP: sweeps, "sweep": sweeps}
+
+
+_CHOICES = cast("ConfigLoader", _Choices())
+
+
 @functools.lru_cache(maxsize=4096)  # the points of a sweep say the same again and again
 def _parse_line(line: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(line)
+        override.config_loader = _CHOICES
         if not override.key_or_group:
             raise HydraException("it has no key")
         return override
@@ -65,7 +87,7 @@ def _parse_line(line: str) -> Override:
 def _quoted(line: str) -> str | None:
     """A line whose value has quotation marks, as a shell and Hydra take it; None for other lines."""
     key, equals, value = line.partition("=")
-    inner = value[1:] if value[:1] in "\"'" and value.count(value[0]) == 1 else value  # opened, never closed
+    inner = value[1:] if value[:1] in ("'", '"') and value.count(value[0]) == 1 else value  # opened, never closed
     if not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or not equals or not re.search("[\"']", value):
         return None
     if inner.startswith("[") and inner.endswith("]"):
@@ -125,7 +147,32 @@ def name_of_axis(key: str) -> str:
 def contradictions(lines: Iterable[str]) -> list[UserError]:
     """What is wrong with overrides by themselves, whatever they are composed with."""
     lines = list(lines)
-    return _alias_conflict(lines) + _nameless_choices(lines) + _misused_nodes_of_hydra(lines)
+    return _alias_conflict(lines) + _nameless_choices(lines) + _misused_nodes_of_hydra(lines) + empty_axes(lines)
+
+
+def empty_axes(lines: Iterable[str]) -> list[UserError]:
+    """Axes without a value (`memory=glob(x*)`, `seed=range(5,1)`): the sweep would have no point."""
+    swept = [override for override in parse(lines) if override.is_discrete_sweep() and not _values(override)]
+    return [_no_glob(override) if isinstance(override.value(), Glob) else _no_range(override) for override in swept]
+
+
+def _no_range(override: Override) -> UserError:
+    key = override.get_key_element()
+    why, fix = "a range goes from its start to below its stop, in steps", f"'{key}=range(1,4)' is {key}=1,2,3"
+    return UserError(f"{override.input_line} has no values.", where=str(override.input_line), why=why, fix=fix)
+
+
+def _no_glob(override: Override) -> UserError:
+    key, line = override.key_or_group, str(override.input_line)
+    choices = _groups().get(key, [])
+    if not choices:
+        why, fix = (
+            f"glob() takes the choices of a group, and {key} is none",
+            f"{override.get_key_element()}=VALUE,VALUE",
+        )
+        return UserError(f"{line} has no values.", where=line, why=why, fix=fix)
+    why, fix = f"{folders_of(key)} has: {', '.join(choices)}", f"'{override.get_key_element()}=glob(*)' for all of them"
+    return UserError(f"{line} matches no choice.", where=line, why=why, fix=fix)
 
 
 def _nameless_choices(lines: list[str]) -> list[UserError]:

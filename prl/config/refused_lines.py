@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 
 from prl.config.errors import UserError
 from prl.config.locate import config_groups, file_of_choice
@@ -20,6 +20,45 @@ REASONS = {  # what Hydra says -> why; the first group is the key
     r"Could not override '(hydra/[\w/]+)'": "Hydra has no such group",
     r"Could not delete from config\. The value of '([^']+)'": "what is deleted must have the value that is named",
 }
+
+NEEDS_MULTIRUN = re.compile(r"Ambiguous value for argument |Sweep parameters .* requires --multirun")
+
+
+def needs_multirun(lines: list[str], command: str) -> UserError:
+    """Of axes of a sweep in a command for one run.
+
+    Args:
+        command: the same one for a sweep.
+    """
+    axes = [override for override in parse(lines) if override.is_sweep_override()]
+    typed = " ".join(str(override.input_line) for override in axes)
+    others = [f"or {other}" for override in axes if (other := _as_one_value(override)) is not None]
+    is_one = len(axes) == 1
+    return UserError(
+        f"{typed} {'is an axis' if is_one else 'are axes'} of a sweep, which needs -m.",
+        where=typed,
+        why="without -m a command is one run, and each key has one value",
+        fix="; ".join([command, *others]),
+    )
+
+
+def _as_one_value(override: Override) -> str | None:
+    """How the values of `key=a,b` are typed where the key takes all of them together; None where it takes one."""
+    from prl.config.keys import field_of  # pydantic: a command that is right does without it
+
+    key, value = override.key_or_group, override.value()
+    if not (isinstance(value, ChoiceSweep) and value.simple_form):
+        return None
+    typed = override.get_value_string()
+    if key == "env":
+        return f"'{key}=[{typed}]' to mix them in one run"
+    try:
+        takes = str(field_of(key).annotation)
+    except KeyError:
+        return None
+    if "tuple[" in takes:
+        return f"'{key}=[{typed}]' for a list"
+    return f"""'{key}="{typed}"' for a text with commas""" if re.search(r"\bstr\b", takes) else None
 
 
 def refused_line(message: str, lines: list[str], job_groups: Set[str]) -> UserError | None:

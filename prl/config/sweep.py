@@ -13,7 +13,7 @@ from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, UserError
 from prl.config.hydra_setup import in_hydras_terms
 from prl.config.locate import sweep_files
-from prl.config.overrides import IN_POINT, choices_of, name_of_axis, parse, passed_over, swept_keys
+from prl.config.overrides import IN_POINT, choices_of, empty_axes, name_of_axis, parse, passed_over, swept_keys
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -36,6 +36,8 @@ def sweep_lines(overrides: list[str], config_name: str) -> list[str]:
     params = compose_yaml(fixed, config_name).hydra.sweeper.get("params") or {}
     given = {override.get_key_element(): override.input_line or "" for override in parsed}
     swept = [given.get(key, f"{key}={value}") for key, value in params.items()]
+    if found := empty_axes(swept):
+        raise ConfigError(found)
     return in_hydras_terms([*swept, *(line for key, line in given.items() if key not in params)])
 
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from prl.config.console import one_line, shield_console
-from prl.config.errors import AwayError, PassingError, UserError
+from prl.config.errors import AwayError, PassingError, ReadOnlyError, UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
 from prl.planning.planner import make_plan
 from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
-from prl.runtime.directory.files import READ_ONLY, as_user_error
+from prl.runtime.directory.files import as_user_error
 from prl.runtime.directory.hours import Hours
 from prl.runtime.directory.inputs import note_changes
 from prl.runtime.directory.rundir import ENV, RunDir, claim, is_locked
@@ -277,7 +277,7 @@ def how_to_go_on(plan: RunPlan, path: Path, does: str, by_hand: bool = False) ->
 
 def _tell_read_only(error: UserError) -> bool:
     """Whether it was told here: a disk that becomes read-only under a run is no mistake of who started it."""
-    if error.what.startswith(READ_ONLY):
+    if isinstance(error, ReadOnlyError):
         print(error.render(), file=sys.stderr, flush=True)
         return True
     return False

@@ -272,9 +272,9 @@ class Supervisor:
         error, tail = child.error, log_tail(child.log)
         kind = classify(child.role.role, child.exit_code, error, tail, child.oom_kills)
         message = describe(child.exit_code, error, child.oom_kills)
-        user_error = error.get("user_error")
         role = child.role
-        return Failure(kind, role.name, role.rank, role.node, message, str(child.log), tail, user_error)
+        told, kind_of_error = error.get("user_error"), error.get("type", "")
+        return Failure(kind, role.name, role.rank, role.node, message, str(child.log), tail, told, kind_of_error)
 
     def _find_hang(self) -> Failure | None:
         """The child that has been silent for longest, if that is too long: those that wait for it fall silent later."""

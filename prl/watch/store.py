@@ -18,9 +18,9 @@ from prl.config.errors import UserError
 from prl.metrics.held_out import lost_in
 from prl.runtime.directory.files import read_object, why_no_object
 from prl.runtime.directory.shapes import texts
-from prl.runtime.directory.status_file import read_status, status_path
-from prl.runtime.people.faults import UNREADABLE, find_faults, holds_run
-from prl.status import ALONE, cause_of, doing_of, last_rows, role_state, silent_points, state_in, true_state
+from prl.runtime.directory.status_file import read_status
+from prl.runtime.people.faults import find_faults, holds_run
+from prl.status import ALONE, cause_of, doing_of, last_rows, role_state, silent_points, state_of_point, true_state
 from prl.watch.groups import groups_of
 from prl.watch.rollout_index import RolloutIndex
 from prl.watch.series import CHARTS, Series, thin
@@ -60,11 +60,8 @@ class Run:
         """What `prl.status` says of it."""
         config, status = self.config(), read_status(self.path)
         why = cause_of(self.path, status)
-        state = own = true_state(self.path, status) if os.path.exists(status_path(self.path)) or why else "not started"
-        point = ALONE if ALONE in waiting else Path(self.name).name
-        state, told = waiting.get(point, (own, "")) if own == "not started" else state_in(waiting, point, own)
-        if state == "done" and why:  # as prl.compare has it: only a file that cannot be read is a cause here
-            state = UNREADABLE
+        own = true_state(self.path, status)
+        state, told = state_of_point(self.path, ALONE if ALONE in waiting else Path(self.name).name, waiting)
         failure = status.get("failure") or {}
         newest = last_rows(self.path)
         keys = ("reward", "eval/reward", "loss", "val_loss", "tokens_per_s", "staleness_mean", "mismatch_kl_mean")

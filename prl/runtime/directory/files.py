@@ -19,13 +19,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from prl.config.errors import PassingError, UserError
+from prl.config.errors import PassingError, ReadOnlyError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-READ_ONLY = "The file system has become read-only"  # begins what is said of it
 INT_DIGITS = sys.float_info.max_10_exp  # at most: a float holds all of so many
 NO_RUNS = (".git", "__pycache__", "node_modules", "site-packages")  # names of directories that hold others' files
 OF_A_VENV = "pyvenv.cfg"
@@ -328,8 +327,8 @@ def full_disk_here(error: BaseException, path: Path) -> UserError:
 
 def read_only_here(error: BaseException, path: Path) -> UserError:
     """What a run says whose directory can no longer be written to while it runs."""
-    return PassingError(
-        f"{READ_ONLY}: {getattr(error, 'filename', None) or path} could not be written.",
+    return ReadOnlyError(
+        f"The file system has become read-only: {getattr(error, 'filename', None) or path} could not be written.",
         where=str(path),
         why="the machine's log (dmesg) says why it was mounted anew, after an error of the disk above all",
         fix=f"make it writable again; then the same command, a sweep's too, resumes (a run by itself: with output_dir="

@@ -12,7 +12,10 @@ from prl.runtime.directory.files import open_regular, parse_object, read_object,
 from prl.runtime.directory.rundir import BEFORE_PLAN, is_locked
 from prl.runtime.directory.status_file import State, misfits_of_status, shape_status, status_path
 
-UNREADABLE = "unreadable"  # the state of a run whose status, or whose plan before it has one, cannot be read
+# states of a point that cannot tell them itself
+UNREADABLE = "unreadable"  # its status cannot be read, or its plan before it has one, or any file of one that is done
+NOT_STARTED = "not started"  # a frozen plan and nothing more
+MISSING = "missing"  # a sweep's record names it, and nothing is there, or its job is gone without having started it
 PLAN = "plan.json"
 TAIL_BYTES = 20_000  # some rows of metrics
 WRITERS = {"rl": ("orchestrator", "trainer/0"), "sft": ("trainer/0",)}  # job -> who writes a row in each step

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from prl.config.console import one_line
-from prl.config.errors import PassingError, UserError
+from prl.config.errors import PassingError, ReadOnlyError, UserError
 
 FailureClass = Literal["oom", "hang", "collective", "node", "config", "env", "diverged", "code"]
 PASSING: tuple[FailureClass, ...] = ("node", "hang", "collective")  # worth another try
@@ -62,6 +62,7 @@ BY_TYPE: dict[str, FailureClass] = {
     "CommitStalled": "hang",
     "AwayError": "node",
     "PassingError": "node",
+    "ReadOnlyError": "node",
 }
 MOST_NAMES = 8
 CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -79,6 +80,7 @@ class Failure:
     log_path: str
     log_tail: tuple[str, ...] = ()
     user_error: dict[str, str] | None = None  # what, where, why, fix of a UserError
+    error_type: str = ""  # the exception's, by name
 
     def to_status(self) -> dict[str, Any]:
         return {
@@ -101,6 +103,8 @@ class Failure:
         """The UserError that the role raised, to be raised again in the root; None for any other failure."""
         if self.user_error is None:
             return None
+        if self.error_type == ReadOnlyError.__name__:
+            return ReadOnlyError(**self.user_error)
         return (PassingError if self.kind == "node" else UserError)(**self.user_error)
 
 

@@ -100,7 +100,7 @@ async function rolloutPage(query) {
 }
 
 async function comparePage(query, overview) {
-  const names = overview.runs.filter((run) => !["missing", "planned", "refused"].includes(run.state)).map((run) => run.name);
+  const names = overview.runs.filter((run) => !["missing", "not started", "refused"].includes(run.state)).map((run) => run.name);
   const one = query.one || names[0], other = query.other || names[1] || names[0];
   const go = (change) => { location.hash = link("compare", { one, other, ...change }); };
   const pick = [choice("left", names, one, (v) => go({ one: v })), choice("right", names, other, (v) => go({ other: v }))];
