@@ -29,7 +29,8 @@ from prl.config.console import one_line
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.planner import make_plan
 from prl.runtime.directory.files import locked
-from prl.runtime.directory.rundir import make_unique, refuse_foreign
+from prl.runtime.directory.inputs import what_changed
+from prl.runtime.directory.rundir import ENV, make_unique, refuse_foreign
 from prl.runtime.directory.status_file import read_attempts, read_status
 from prl.runtime.people.for_people import API_KEY
 from prl.runtime.preflight import check_directory
@@ -242,7 +243,8 @@ def _prepare(
     todo = [point for point in points if is_to_start(states[point.path], settings)]
     left = [point for point in points if point not in todo]
     for point in left:
-        session.leave(point.path, states[point.path])
+        is_done = states[point.path] == "done"
+        session.leave(point.path, states[point.path], what_changed(point.path / ENV, point.config) if is_done else ())
     for point in todo:
         if states[point.path] == "refused":
             session.try_again(point.path)

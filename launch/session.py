@@ -56,13 +56,15 @@ class Session:
         config = config.model_copy(update={"sweep": sweep_dir.name, "swept": swept})
         return config.model_copy(update={"output_dir": str(sweep_dir / point_label(config))})
 
-    def leave(self, path: Path, state: str) -> None:
+    def leave(self, path: Path, state: str, changed: Sequence[str] = ()) -> None:
         """Say why a point is not started; one that has failed counts as failed for this sweep, too.
 
         Args:
             state: one of `LEFT`.
+            changed: names of what it read that is another by now.
         """
-        print(one_line(f"{path.name}: {LEFT[state]}"), file=sys.stderr, flush=True)
+        since = f"; since then changed: {', '.join(changed)}" if changed else ""
+        print(one_line(f"{path.name}: {LEFT[state]}{since}"), file=sys.stderr, flush=True)
         if state == "failed":
             self.failed[str(path)] = 1
 

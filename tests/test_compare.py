@@ -200,7 +200,7 @@ def test_torn_lines_and_damaged_files_cost_rows_and_no_more(tmp_path: Path) -> N
     (tmp_path / "sweep.json").write_text("[]")
     result = compared(tmp_path)
     assert result.values["a"] == (2, 0.2)
-    assert {point.name: point.state for point in result.points} == {"a": "done", "b": "unreadable"}
+    assert {point.name: point.state for point in result.points} == {"a": "unreadable", "b": "unreadable"}
     (damaged,) = (point for point in result.points if point.name == "b")
     assert str(tmp_path / "b" / "status.json") in damaged.why
 

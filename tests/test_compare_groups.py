@@ -193,6 +193,54 @@ def test_the_evaluation_at_the_budget_is_the_one_that_counts(tmp_path: Path) -> 
     assert told in result.notes
 
 
+@pytest.mark.parametrize(("cut", "told"), [(1, False), (20, True)])
+def test_a_cut_row_of_a_finished_run_is_no_silent_change_of_ranks(tmp_path: Path, cut: int, told: bool) -> None:
+    make_point(tmp_path / "a", [0.0, 0.5])
+    path = make_point(tmp_path / "b", [0.0, 0.1, 0.9], others=("optim.lr=0.5",))
+    file = path / "metrics" / "orchestrator.jsonl"
+    before = ranks(compared(tmp_path))
+    file.write_bytes(file.read_bytes()[:-cut])
+    result = compared(tmp_path)
+    (point,) = [point for point in result.points if point.name == "b"]
+    assert (point.state == "unreadable") == told
+    assert told == (f"{file} was cut: its last line is no whole row" in point.why)
+    assert told or ranks(result) == before
+
+
+def test_code_that_changed_between_seeds_makes_other_groups(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        path = make_point(tmp_path / f"s{seed}", [0.0, 0.5], seed=seed)
+        record = json.loads((path / "env.json").read_text())
+        record["modules"] = {"my_envs": {"path": "/x/my_envs.py", "sha256": "old" if seed < 3 else "new"}}
+        record["later"] = [{"attempt": 2, "code": {"prl": {"sha256": "other"}}}] if seed == 2 else []
+        (path / "env.json").write_text(json.dumps(record))
+    result = compared(tmp_path)
+    assert result.columns == ["modules", "seed"]
+    assert sorted(len(group.points) for group in result.groups) == [1, 2]
+    (told,) = [note for note in result.notes if note.startswith("Not all ran the same code of prl")]
+    assert told.endswith(": s2.") or ": s2; " in told
+    path = tmp_path / "s3/env.json"
+    path.write_text((tmp_path / "s1/env.json").read_text())
+    (tmp_path / "s2/env.json").write_text(json.dumps({}))
+    same = compared(tmp_path)
+    assert same.columns == ["seed"]
+    assert len(same.groups) == 1
+    assert not any("code of prl" in note for note in same.notes)
+
+
+@pytest.mark.parametrize("other", ["eval.num_tasks=4", "env.mix.reverse_text.args.max_chars=12", "env=countdown"])
+def test_values_of_other_tasks_are_not_better_or_worse(tmp_path: Path, other: str) -> None:
+    for seed in (1, 2):
+        make_point(tmp_path / f"a{seed}", [0.0, 0.5 + seed / 100], seed=seed)
+        make_point(tmp_path / f"b{seed}", [0.0, 0.4 + seed / 100], seed=seed, others=("optim.lr=0.5",))
+        make_point(tmp_path / f"c{seed}", [0.0, 0.9 + seed / 100], seed=seed, others=(other,))
+    result = compared(tmp_path)
+    found = {group.points[0].name[0]: (group.rank, group.verdict) for group in result.groups}
+    assert found == {"a": (1, "best"), "b": (2, "worse"), "c": (1, "")}
+    assert any(note.startswith("Their tasks differ") for note in result.notes)
+    assert render_text(result)
+
+
 def test_the_policy_before_training_is_not_ranked_among_trained_ones(tmp_path: Path) -> None:
     make_point(tmp_path / "a", [0.0, 0.1, 0.2])
     path = make_point(tmp_path / "b", [0.9, 0.1, 0.1, 0.1, 0.1], others=("optim.lr=0.5",))

@@ -190,13 +190,13 @@ def test_a_machine_without_a_device_that_is_named_says_so(machine):
     assert "deployment.infer_gpu_ids=[5]" in refused.value.where
     assert refused.value.fix.startswith("deployment.infer_gpu_ids=null; ")
     gpus.refuse_too_few_gpus(plan(*named, "deployment.infer_gpu_ids=null"))
+    turns = refused.value.fix.split("; ")[1].split(" (trainer and engines take turns")[0]
+    assert turns == "deployment=colocated deployment.infer_gpu_ids=null", "with the name it would be refused again"
+    gpus.refuse_too_few_gpus(plan(*named, *turns.split()))
     three = ["deployment.num_infer_gpus=2", "deployment.infer_gpu_ids=[4,5]", "deployment.device=cuda"]
     with pytest.raises(UserError) as too_few:
         gpus.refuse_too_few_gpus(plan(*three))
     assert not too_few.value.fix.startswith("deployment.infer_gpu_ids=null"), "the lowest are not all there either"
-    turns = too_few.value.fix.split(" (trainer and engines take turns")[0]
-    assert turns == "deployment=colocated deployment.infer_gpu_ids=null", "with the names it would be refused again"
-    gpus.refuse_too_few_gpus(plan(*three, *turns.split()))
 
 
 # --- networks between nodes -------------------------------------------------------------------------------------------

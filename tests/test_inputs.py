@@ -11,7 +11,7 @@ from launch.states import what_it_needs
 from prl.config import compose
 from prl.planning import make_plan
 from prl.runtime.directory import inputs
-from prl.runtime.directory.inputs import describe_inputs, fingerprint, note_changes
+from prl.runtime.directory.inputs import describe_inputs, fingerprint, hashes_in, note_changes, what_changed
 from prl.runtime.directory.rundir import ENV, claim
 from prl.runtime.evaluated import note_evaluated, why_outdated
 
@@ -42,9 +42,15 @@ def test_what_changed_between_attempts_is_named_and_kept(tmp_path: Path, monkeyp
     assert note_changes(record, config, 4) == ["tasks.jsonl"]
     now = json.loads(record.read_text())
     assert [row["attempt"] for row in now["later"]] == [2, 4]
+    assert hashes_in(now, "data") == {"tasks.jsonl": describe_inputs(config)["data"]["tasks.jsonl"]["sha256"]}
     assert now["later"][0]["modules"] == describe_inputs(config)["modules"]
     assert {key: now[key] for key in first} == first, "what the first attempt began with stays"
     module.write_text(MODULE.format(0.0))
+    assert what_changed(record, config) == ["changing_envs"]
+    monkeypatch.setattr(inputs, "_own_hash", lambda: "edited")
+    assert what_changed(record, config) == ["changing_envs", "prl"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     assert note_changes(record, config, 5) == ["changing_envs"], "compared with the attempt before, not with the first"
 
 

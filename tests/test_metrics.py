@@ -36,6 +36,18 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
     assert second["time"] >= first["time"]
 
 
+def test_a_whole_row_counts_without_the_end_of_its_line(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, "x")
+    writer.log(step=1, loss=1.0)
+    writer.log(step=2, loss=2.0)
+    path = metrics_path(tmp_path, "x")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert [row["step"] for row in read_rows(tmp_path, "x")] == [1, 2]
+    path.write_bytes(whole[:-5])
+    assert [row["step"] for row in read_rows(tmp_path, "x")] == [1]
+
+
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
     MetricsWriter(tmp_path, "x").log(step=1, loss=float("nan"), nested={"a": [np.float64("inf")]})
 

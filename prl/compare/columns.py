@@ -12,6 +12,7 @@ from prl.config.point import NOT_IDENTITY
 ABSENT = "-"
 VARIABLES = {"inference.api_key_var", "inference.control_key_var"}  # names of variables, which change nothing
 SEED = "seed"
+MODULES = "modules"  # of the user's own: edited between two submissions, they make other runs of the same words
 MOST_COLUMNS = 12  # with what was not swept; a note names the others
 SECOND_NAMES = {"memory": "memory_recipe"}
 
@@ -27,6 +28,8 @@ def swept_columns(points: list[Point]) -> list[str]:
     known = [point for point in points if point.config]
     columns = [key for key in keys if key != SEED]
     columns += _differing(known, columns)
+    if len({point.modules for point in points if point.modules}) > 1 and _refines(known, columns, MODULES):
+        columns.append(MODULES)
     if not _are_one_sweep(points):
         columns += _unexplained(known, columns)[: max(0, MOST_COLUMNS - len(columns))]
     seeds = {value_of(point, SEED) for point in known}
@@ -35,6 +38,8 @@ def swept_columns(points: list[Point]) -> list[str]:
 
 def value_of(point: Point, key: str) -> str:
     """The point's value of a column, from what was swept or from its config."""
+    if key == MODULES:
+        return point.modules or ABSENT
     if key in point.swept:
         return point.swept[key]
     choice = point.config.get("choices", {}).get(SECOND_NAMES.get(key, key))
@@ -51,16 +56,17 @@ def _differing(points: list[Point], columns: list[str]) -> list[str]:
     value everywhere (`${seed}`) is the seed.
     """
     more: list[str] = []
-    classes = [tuple(value_of(point, key) for key in columns) for point in points]
     for key in _candidates(points):
-        values = [value_of(point, key) for point in points]
-        refined = [(*known, value) for known, value in zip(classes, values, strict=True)]
-        if len(set(refined)) > len(set(classes)) and any(
-            value != value_of(point, SEED) for value, point in zip(values, points, strict=True)
-        ):
+        is_seed = all(value_of(point, key) == value_of(point, SEED) for point in points)
+        if not is_seed and _refines(points, [*columns, *more], key):
             more.append(key)
-            classes = refined
     return more
+
+
+def _refines(points: list[Point], columns: list[str], key: str) -> bool:
+    """Whether a key tells points apart that these columns leave together."""
+    classes = {tuple(value_of(point, column) for column in columns) for point in points}
+    return len({tuple(value_of(point, column) for column in (*columns, key)) for point in points}) > len(classes)
 
 
 def _are_one_sweep(points: list[Point]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import find_directories, read_object
+from prl.runtime.directory.inputs import hashes_in
 from prl.runtime.directory.rundir import ENV
 from prl.runtime.directory.shapes import is_number, shaped, texts
 from prl.runtime.directory.status_file import read_status
@@ -50,6 +53,10 @@ class Point:
     hours: PaidHours | None = None
     run_id: str = ""  # of the run directory, and of wandb's copy of it
     directory: Path | None = None  # in which the run's own lies; None of wandb's copy
+    modules: str = (
+        ""  # short hash of the user's own, as of the last attempt; "" if there are none, or nobody has kept it
+    )
+    code: str = ""  # of prl's
 
     @property
     def figures(self) -> dict[str, float]:
@@ -103,7 +110,7 @@ def read_point(
     """
     listed = listed or {}
     found, faults = _read_json(path / PLAN), find_faults(path)
-    plan = shaped(found, OF_PLAN)
+    plan, kept = shaped(found, OF_PLAN), _read_json(path / ENV)
     config, roles = plan["config"] if "config" in found else {}, plan["roles"]
     swept = texts(config.get("swept")) or texts(listed.get("swept"))
     status = read_status(path)
@@ -122,8 +129,10 @@ def read_point(
         devices=len({(role["node"], device) for role in roles for device in role["devices"]}) or None,
         swept={one_line(key): one_line(value) for key, value in swept.items()},
         config=config,
-        run_id=str(_read_json(path / ENV).get("run_id", "")),
+        run_id=str(kept.get("run_id", "")),
         directory=path.parent,
+        modules=_short_hash(hashes_in(kept, "modules")),
+        code=_short_hash(hashes_in(kept, "code")),
     )
     point.hours = read_paid_hours(path, point.devices, point.state)
     rows = {role: read_rows(path, role) for role in ROLES}
@@ -151,6 +160,10 @@ def _is_a_name(name: str) -> bool:
 
 def _name(path: Path, target: Path) -> str:
     return str(path.relative_to(target)) if path.is_relative_to(target) else str(path)
+
+
+def _short_hash(hashes: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:8] if hashes else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

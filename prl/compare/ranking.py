@@ -8,7 +8,9 @@ from prl.compare.columns import ABSENT, SEED, differing_behind, swept_columns, v
 from prl.compare.curves import AXES, HELD_OUT, TRAINING, Axis, Metric
 from prl.compare.points import Point
 from prl.compare.stats import half_width, holm, mean, welch_p
+from prl.compare.tasks import tasks_of
 from prl.config.errors import UserError
+from prl.runtime.process.failures import some_names
 
 ALPHA = 0.05
 SHOWN = 3  # points of a job
@@ -185,11 +187,22 @@ def _rank(result: Comparison) -> None:
         ]
         group.values = [mean([result.values[name][1] for name in names]) for names in counted if names]
     result.groups.sort(key=lambda g: (not g.values, sign * g.mean if g.mean is not None else 0.0))
-    with_values = [group for group in result.groups if group.values]
-    for number, group in enumerate(with_values, 1):
-        group.rank = number
-    if len(with_values) > 1:
-        _judge(with_values[0], with_values[1:])
+    alike: dict[str, list[Group]] = {}
+    for group in result.groups:
+        if group.values:
+            alike.setdefault(tasks_of(group.points[0], result.held_out), []).append(group)
+    for groups in alike.values():
+        for number, group in enumerate(groups, 1):
+            group.rank = number
+        if len(groups) > 1:
+            _judge(groups[0], groups[1:])
+    if len(alike) > 1:
+        order = [group for groups in alike.values() for group in groups]
+        result.groups = [*order, *(group for group in result.groups if not group.values)]
+        result.notes.append(
+            "Their tasks differ (environments, their arguments, eval.num_tasks, data): ranks begin anew for each, and "
+            "no value is better or worse than one of other tasks."
+        )
 
 
 def _judge(best: Group, others: list[Group]) -> None:
@@ -207,6 +220,7 @@ def _add_notes(result: Comparison, ranked: int, job: str) -> None:
     if behind := differing_behind(result.points, result.columns):
         named = ", ".join(behind[:MOST_NAMED]) + (f" and {len(behind) - MOST_NAMED} more" * (len(behind) > MOST_NAMED))
         result.notes.append(f"These points differ in other choices, too: {named}.")
+    result.notes += _notes_on_code(result.points)
     if result.budget is None or result.metric is None:
         result.notes.append("No point has a value to rank by.")
         return
@@ -237,6 +251,16 @@ def _add_notes(result: Comparison, ranked: int, job: str) -> None:
         )
     if any(len(group.values) == 1 for group in result.groups) and len(result.groups) > 1:
         result.notes.append("Groups of one seed have no interval, and nothing says that their differences are real.")
+
+
+def _notes_on_code(points: list[Point]) -> list[str]:
+    """Where points ran with different code of prl; of the user's own is a column."""
+    names: dict[str, list[str]] = {}
+    for point in points:
+        if point.code:
+            names.setdefault(point.code, []).append(point.name)
+    listed = "; ".join(f"{version}: {some_names(found)}" for version, found in names.items())
+    return [f"Not all ran the same code of prl: {listed}."] if len(names) > 1 else []
 
 
 def format_budget(axis: Axis, budget: float) -> str:

@@ -7,7 +7,7 @@ from prl.planning.run_plan import RunPlan
 
 
 def devices_taking_turns(plan: RunPlan) -> int | None:
-    """Devices that the same run takes with deployment=colocated and no devices named; None where it is that already, or cannot be."""
+    """Devices that the same run takes with deployment=colocated and none named; None where it is that, or cannot be."""
     config = plan.config
     if config.job != "rl" or config.deployment.type != "disaggregated":
         return None

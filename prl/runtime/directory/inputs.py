@@ -6,15 +6,17 @@ that lie there no more, what was in them is kept beside it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import prl
 from prl.config.schema import RunConfig
 from prl.runtime.directory.files import read_object, replace_file
-from prl.runtime.directory.own_modules import describe_modules, files_of, find_own_modules
+from prl.runtime.directory.own_modules import describe_modules, files_of, find_own_modules, hash_of
 
 WHOLE_BYTES = 64 << 20  # a larger file, or one in a directory, is known by its size, its beginning and its end
 ENDS_BYTES = 256 << 10
@@ -22,14 +24,20 @@ MOST_FILES = 1_000  # of a directory
 
 
 def describe_inputs(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """For records: `modules` by name with their places, and `data`, files and directories, by path; each with the hash
-    of what is in it.
+    """For records: `modules` by name with their places, `data`, files and directories, by path, and `code`, this
+    package; each with the hash of what is in it.
     """
     data = {path: fingerprint(Path(path).expanduser()) for path in sorted(_paths_in(_data_of(config)))}
     return {
         "modules": describe_modules(find_own_modules(config)),
         "data": {path: {"sha256": found} for path, found in data.items() if found is not None},
+        "code": {"prl": {"sha256": _own_hash()}},
     }
+
+
+@functools.cache
+def _own_hash() -> str:
+    return hash_of(Path(prl.__file__).parent)
 
 
 def fingerprint(path: Path) -> str | None:
@@ -62,17 +70,37 @@ def note_changes(record: Path, config: RunConfig, attempt: int) -> list[str]:
     before = read_object(record)
     if before is None:
         return []
-    later = [row for row in before.get("later") or [] if isinstance(row, dict)]
-    told, changed = [], dict[str, dict[str, Any]]()
-    for kind, found in describe_inputs(config).items():
-        known = _merged([before, *later], kind)
-        for name, what in found.items():
-            if _hash_in(known.get(name)) != what["sha256"]:
-                changed.setdefault(kind, {})[name] = what
-                told += [name] if name in known else []
+    told, changed = _changes(before, config)
     if changed:
+        later = before["later"] if isinstance(before.get("later"), list) else []
         replace_file(record, json.dumps(before | {"later": [*later, {"attempt": attempt, **changed}]}, indent=1) + "\n")
     return told
+
+
+def what_changed(record: Path, config: RunConfig) -> list[str]:
+    """The same names, and nothing is kept."""
+    before = read_object(record)
+    return [] if before is None else _changes(before, config)[0]
+
+
+def _changes(before: dict[str, Any], config: RunConfig) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Names of what is other than env.json says, and all that is other or new, by kind."""
+    told, changed = [], dict[str, dict[str, Any]]()
+    for kind, found in describe_inputs(config).items():
+        known = hashes_in(before, kind)
+        for name, what in found.items():
+            if known.get(name) != what["sha256"]:
+                changed.setdefault(kind, {})[name] = what
+                told += [name] if name in known else []
+    return told, changed
+
+
+def hashes_in(record: dict[str, Any], kind: str) -> dict[str, str]:
+    """Name -> hash of one kind in env.json, as of its last attempt."""
+    later = record.get("later")
+    rows = [row for row in (record, *(later if isinstance(later, list) else [])) if isinstance(row, dict)]
+    found = {name: _hash_in(described) for name, described in _merged(rows, kind).items()}
+    return {name: value for name, value in found.items() if isinstance(value, str)}
 
 
 def _hash_in(described: Any) -> Any:
