@@ -50,6 +50,7 @@ MEASURED = {
     "eval.k": "test_keys_orchestrator.py::test_evaluations_take_num_tasks_and_k_and_pass_at_the_threshold",
     "eval.num_tasks": "test_keys_orchestrator.py::test_evaluations_take_num_tasks_and_k_and_pass_at_the_threshold",
     "eval.pass_threshold": "test_keys_orchestrator.py::test_evaluations_take_num_tasks_and_k_and_pass_at_the_threshold",
+    "inference.served_model": "test_evaluator.py::test_of_several_served_models_one_is_named",
     "inference.api_key_var": "test_router.py::test_two_engines_are_served_at_one_address",
     "inference.concurrency.interval_s": "test_keys_orchestrator.py::test_engines_are_looked_at_every_interval",
     "inference.concurrency.kv_high": (

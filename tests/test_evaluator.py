@@ -23,7 +23,7 @@ from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.metrics.writer import MetricsWriter
 from prl.orchestrator.intervals import bootstrap, interval_over_tasks, wilson
-from prl.orchestrator.served import ServedEngines
+from prl.orchestrator.served import ServedEngines, gave_nothing
 from prl.planning.planner import make_plan
 from prl.runtime.agent import freeze
 from prl.runtime.directory.checkpoints import TRAINER, commit, staging_dir
@@ -294,6 +294,46 @@ def ask(server, sampling=None, timeout_s=60.0, **config):
                 await pool.close()
 
     return asyncio.run(talk())
+
+
+def test_of_several_served_models_one_is_named():
+    """A server lists its base model before adapters."""
+
+    class Two(StockServer):
+        async def models(self, request):
+            listed = [{"id": name, "max_model_len": length} for name, length in (("base", 10), ("adapter", 10**6))]
+            return web.json_response({"data": listed})
+
+    with pytest.raises(UserError, match="serves 2 models") as refused:
+        ask(Two())
+    assert "base, adapter" in refused.value.why
+    assert refused.value.fix == "inference.served_model=base, or another of these"
+    with pytest.raises(UserError, match="serves no model other"):
+        ask(Two(), served_model="other")
+    server = Two()
+    ask(server, served_model="adapter")
+    assert server.bodies[0]["model"] == "adapter"
+    with pytest.raises(UserError, match="serves no model other"):
+        ask(StockServer(), served_model="other")
+    with pytest.raises(ConfigError, match="served_model has no effect"):
+        compose(["inference.served_model=a"])
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "fix"),
+    [
+        ("http://u:1: it answered /v1/completions by 500: oops", AwayError, "tries again"),
+        ("http://u:1: it answered /v1/completions by 429: slow down", AwayError, "tries again"),
+        ("an engine's answer cannot be read: JSONDecodeError", AwayError, "tries again"),
+        ("http://u:1: it answered /v1/completions by 401: key", UserError, "inference.api_key_var=NAME"),
+        ("http://u:1: it answered /v1/completions by 404: Not Found", UserError, "the address of a server"),
+    ],
+)
+def test_servers_that_give_nothing_may_pass_or_not(said, kind, fix):
+    told = gave_nothing(InferenceConfig(urls=("http://u:1",)), said)
+    assert type(told) is kind
+    assert fix in told.fix
+    assert told.why == said
 
 
 def test_a_stock_server_is_asked_with_tokens_and_its_text_is_taken():

@@ -118,6 +118,7 @@ class InferenceConfig(Group):
     return_routed_experts: bool = False
     host: HostName = "127.0.0.1"
     port: Port = 0  # 0: a free one
+    served_model: str | None = None  # of what servers of `urls` list, by its id; for evaluations
     api_key_var: VariableName | None = None  # name of the environment variable that holds the API key
     control_key_var: VariableName | None = None  # of a server that runs take weights to, and of such a run
     tp: Devices = 1  # vllm: devices over which one copy of the model is split

@@ -99,7 +99,8 @@ async def evaluate(
             for job in jobs:
                 job.cancel()
     if results and all(_is_missing(result) for result in results.values()):
-        raise EngineError(f"the evaluation of version {version} has no rollout: {next(iter(results.values()))}")
+        first = next(iter(results.values()))
+        raise EngineError(f"the evaluation of version {version} has no rollout: {getattr(first, 'error', first)}")
     ended: Ended = {}
     for choice, name in samples:
         ended.setdefault((choice.env, choice.index), []).append(results[name])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from prl.config.schema import RunConfig
+from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient
 from prl.orchestrator.evaluation import Ended, TaskScore, evaluate, task_scores
@@ -20,7 +21,7 @@ from prl.orchestrator.intervals import ABOUT, interval_over_tasks
 from prl.orchestrator.kept_rollouts import KeptRollouts
 from prl.orchestrator.neighbours import load_renderer, own_engines
 from prl.orchestrator.runner import RolloutRunner
-from prl.orchestrator.served import served_engines
+from prl.orchestrator.served import gave_nothing, served_engines
 from prl.runtime.directory.evaluation import RESULT, read_source
 from prl.runtime.directory.files import replace_file
 from prl.runtime.process.child import ChildContext
@@ -112,11 +113,16 @@ class Evaluator:
         def look(ended: Ended) -> None:
             found.append(ended)
 
-        row = await evaluate(runner, config.eval, config.inference.sampling, counts, step, look)
+        try:
+            row = await evaluate(runner, config.eval, config.inference.sampling, counts, step, look)
+        except EngineError as error:
+            raise (gave_nothing(config.inference, str(error)) if config.inference.urls else error) from error
         ended = found[0]
         kept = keeper.choose_held_out(step, ended)
         await asyncio.to_thread(keeper.write, kept)
-        result: dict[str, Any] = {"policy": source or named_policy(config), "step": step, "reward": row["eval/reward"]}
+        served = getattr(runner.engines, "served", None)
+        policy = source or named_policy(config) | ({"served": served} if served else {})
+        result: dict[str, Any] = {"policy": policy, "step": step, "reward": row["eval/reward"]}
         result["failed_rollouts"] = row["eval/failed_rollouts"]
         result["rollouts"] = sum(len(of_task) for of_task in ended.values())
         result["environments"] = {env: summarise(task_scores(ended, env, config.eval), config.eval.k) for env in counts}

@@ -213,7 +213,7 @@ class Orchestrator:
         before = time.perf_counter()
         for step in range(self.ctx.resume_step + 1, self.config.max_steps + 1):
             started = time.perf_counter()
-            async with told_while_waiting(self.producer, self.ctx.metrics, step, len(self.envs) > 1):
+            async with told_while_waiting(self.producer, self.ctx.metrics, step, len(self.config.env.mix) > 1):
                 groups = await self.producer.next_step()
             now = time.perf_counter()
             waited_s, since_last_s, before = now - started, now - before, now

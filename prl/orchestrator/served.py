@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import Any
 
 import aiohttp
@@ -34,6 +35,7 @@ class ServedEngines(EnginePool):
             del self.session.headers["Authorization"]
         self.renderer = renderer
         self.telling: set[int] = set()  # of these, those that can say which tokens they have drawn
+        self.served: dict[str, str] = {}  # URL -> the id there of the model that is asked
         self.names: dict[int, str] = {}  # of replicas that are asked by COMPLETIONS: what they call their model
 
     async def wait_healthy(self, timeout_s: float) -> None:
@@ -52,10 +54,28 @@ class ServedEngines(EnginePool):
     async def _learn(self, index: int, url: str) -> None:
         while (models := await self._models(url)) is None:
             await asyncio.sleep(LOOK_S)
-        self._check_length(url, models[0])
-        if not await self._generates(url):
-            self.names[index] = str(models[0].get("id"))
-            self.telling |= {index} if models[0].get("owned_by") == "vllm" else set()
+        model = self._choose(url, models)
+        self._check_length(url, model)
+        self.served[url] = str(model.get("id"))
+        # the other route has no word for which of several is asked
+        if len(models) > 1 or not await self._generates(url):
+            self.names[index] = str(model.get("id"))
+            self.telling |= {index} if model.get("owned_by") == "vllm" else set()
+
+    def _choose(self, url: str, models: list[dict[str, Any]]) -> dict[str, Any]:
+        """The model that inference.served_model names, or the only one. Raises UserError."""
+        ids, wanted = [str(model.get("id")) for model in models], self.config.served_model
+        if wanted is None and len(models) == 1:
+            return models[0]
+        if wanted in ids:
+            return models[ids.index(wanted)]
+        listed = ", ".join(ids)
+        raise UserError(
+            f"{url} serves {len(ids)} models." if wanted is None else f"{url} serves no model {wanted}.",
+            where=f"inference.served_model={'null' if wanted is None else wanted}",
+            why=f"{MODELS} lists {listed}",
+            fix=f"inference.served_model={ids[0]}" + ", or another of these" * (len(ids) > 1),
+        )
 
     async def _models(self, url: str) -> list[dict[str, Any]] | None:
         """What it serves; None while it loads. Raises UserError where nobody listens, or nobody who serves us."""
@@ -150,6 +170,23 @@ class ServedEngines(EnginePool):
             if isinstance(end, int) and (reason == "stop" or not ids):  # no text, or what is none: it is scored so
                 ids.append(end)
         return Generation(ids, [0.0] * len(ids), [0] * len(ids), reason, None)
+
+
+def gave_nothing(inference: InferenceConfig, said: str) -> UserError:
+    """Of an evaluation none of whose rollouts came to an end, for what its servers said: an AwayError, unless they
+    refuse what they would refuse again.
+    """
+    urls, refused = ", ".join(inference.urls), re.search(r" by (4\d\d|3\d\d)\b", said)
+    what = f"{urls}: no rollout of the evaluation came to an end."
+    status = refused[1] if refused else ""
+    if status in ("401", "403"):
+        fix = "inference.api_key_var=NAME of the environment variable that holds its API key"
+        return UserError(what, where=f"inference.api_key_var={inference.api_key_var or 'null'}", why=said, fix=fix)
+    if status and status not in ("408", "409", "425", "429"):
+        fix = f"the address of a server that takes {COMPLETIONS} as OpenAI's does, without another before it"
+        return UserError(what, where="inference.urls", why=said, fix=fix)
+    fix = "look at the server's own log; the same command tries again, and a sweep's tries this point again"
+    return AwayError(what, where="inference.urls", why=said, fix=fix)
 
 
 def _away(url: str, why: str) -> AwayError:

@@ -55,6 +55,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     engines.experts_can_be_spread,
     engines.prefill_and_decode_apart_fit,
     engines.offloaded_kv_has_a_place,
+    evaluation.served_model_is_a_servers,
     router.router_keys_take_effect,
     router.router_has_its_url,
     router.router_does_not_separate_prefill,

@@ -30,3 +30,11 @@ one_policy_is_meant = each_of(
     # engines that run already have weights, and keep them
     given=lambda c, w: c.inference.urls,
 )
+
+served_model_is_a_servers = Refuse(
+    lambda c, w: c.inference.served_model is not None and not (c.job == "eval" and c.inference.urls),
+    "inference.served_model has no effect.",
+    where="{inference.served_model=}, {job=}, {inference.urls=}",
+    why="it names one of the models that a server lists, for an evaluation of what is served",
+    fix="inference.served_model=null, or python -m prl.eval with inference.urls=[...]",
+)

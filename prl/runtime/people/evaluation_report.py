@@ -52,5 +52,7 @@ def _named(policy: dict[str, Any]) -> str:
     if "run" in policy:
         return f"step {policy['step']} of {policy['run']}"
     if "urls" in policy:
-        return f"what {', '.join(policy['urls'])} serve{'s' * (len(policy['urls']) == 1)}"
+        served = ", ".join(sorted(set((policy.get("served") or {}).values())))
+        asked = f"{served}, which " if served else "what "
+        return f"{asked}{', '.join(policy['urls'])} serve{'s' * (len(policy['urls']) == 1)}"
     return policy["path"] or f"random weights of {policy['model']}"
