@@ -325,6 +325,7 @@ def test_of_several_served_models_one_is_named():
         ("http://u:1: it answered /v1/completions by 500: oops", AwayError, "tries again"),
         ("http://u:1: it answered /v1/completions by 429: slow down", AwayError, "tries again"),
         ("an engine's answer cannot be read: JSONDecodeError", AwayError, "tries again"),
+        ("http://u:1: it answered /v1/completions by 500: refused by 404", AwayError, "tries again"),
         ("http://u:1: it answered /v1/completions by 401: key", UserError, "inference.api_key_var=NAME"),
         ("http://u:1: it answered /v1/completions by 404: Not Found", UserError, "the address of a server"),
     ],

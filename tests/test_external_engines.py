@@ -140,7 +140,7 @@ def test_a_lease_that_two_addresses_grant_alike_is_one_engine() -> None:
         (
             {"/v1/models": (401, {})},
             "evaluation and distillation only",
-            f"inference.control_key_var={VARIABLE} inference=vllm",
+            f"inference.control_key_var={VARIABLE}; or with vLLM and our plugin, by inference=vllm in both commands",
         ),
         ({}, "is no inference engine", "address of an engine"),
         ({LEASE: (200, {"hello": 1})}, "is no inference engine", "address of an engine"),
@@ -201,11 +201,15 @@ def test_the_loss_of_an_engine_is_one_sentence_that_says_how_it_goes_on(tmp_path
             keep.cancel()
             await asyncio.wait([keep])
             await engines.pool.close()
-        then = "the run goes on with the others, and takes it in again when it can serve (to start it: python -m prl"
-        ways = [f"{then}.inference inference.port={at.rpartition(':')[2]}" for at in (silent, url)]
+        words = "model=tiny_qwen3_moe model.dtype=float32 inference.max_model_len=256"
+        command = f"(to start it: python -m prl.inference {words} inference.port="
+        ways = [f"{command}{at.rpartition(':')[2]} inference.control_key_var={VARIABLE})" for at in (silent, url)]
+        others = "the run goes on with the others, and takes it in again when it can serve"
+        alone = "the run waits for it, 300 s at most"
         assert view.take_told() == [
-            f"{silent} is left out: it has not answered yet; {ways[0]} inference.control_key_var={VARIABLE})",
-            f"{url} is left out: {said}; {ways[1]} inference.control_key_var={VARIABLE})",
+            f"{silent} is left out: it has not answered yet; {others} {ways[0]}",
+            f"{url} is left out: {said}; {alone} {ways[1]}",
+            f"{silent} is left out: it has not answered yet; {alone} {ways[0]}",
         ]
 
     with contextlib.ExitStack() as server:
@@ -443,3 +447,5 @@ def test_a_run_without_engines_ends_after_a_time_and_names_them(server, tmp_path
     assert ended.code == 2, ended.output
     assert "No engine has answered for 25 s" in ended.output
     assert server.url in ended.output
+    (saved,) = (out / "checkpoints").iterdir()  # what was trained is not lost with the engines
+    assert f"the checkpoint of {saved.name.replace('_', ' ')} is kept" in ended.output

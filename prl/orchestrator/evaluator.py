@@ -20,7 +20,7 @@ from prl.orchestrator.failure_log import FailureLog
 from prl.orchestrator.intervals import ABOUT, interval_over_tasks
 from prl.orchestrator.kept_rollouts import KeptRollouts
 from prl.orchestrator.neighbours import load_renderer, own_engines
-from prl.orchestrator.runner import RolloutRunner
+from prl.orchestrator.runner import EnvironmentBroken, NothingWorks, RolloutRunner
 from prl.orchestrator.served import gave_nothing, served_engines
 from prl.runtime.directory.evaluation import RESULT, read_source
 from prl.runtime.directory.files import replace_file
@@ -115,8 +115,10 @@ class Evaluator:
 
         try:
             row = await evaluate(runner, config.eval, config.inference.sampling, counts, step, look)
-        except EngineError as error:
-            raise (gave_nothing(config.inference, str(error)) if config.inference.urls else error) from error
+        except (EngineError, NothingWorks) as error:
+            if isinstance(error, EnvironmentBroken) or not config.inference.urls:
+                raise
+            raise gave_nothing(config.inference, str(error)) from error
         ended = found[0]
         kept = keeper.choose_held_out(step, ended)
         await asyncio.to_thread(keeper.write, kept)

@@ -86,6 +86,7 @@ class ExternalEngines:
         count = len(self.pool.urls)
         self.grants: list[str | None] = [None] * count  # names of our leases; None of an engine that is left out
         self.answered = [time.monotonic()] * count
+        self.told = [""] * count  # why each is left out, as it was said last
         self.timeout_s = self.config.deployment.start_timeout_s
 
     async def take(self) -> None:
@@ -123,17 +124,17 @@ class ExternalEngines:
             await asyncio.sleep(RENEW_S)
             try:
                 grant = await self._renew(index)
-            except UserError as error:  # another's now, or another engine
-                self._lose(index, _without_address(error.what, url))
-                if not any(self.grants):
-                    raise
+            except UserError as error:  # another's now, or another engine: who started it may start the right one yet
+                self._lose(index, _without_address(error.what, url), again=True)
+                if self._are_away_for_good():
+                    raise AwayError(error.what, where=error.where, why=error.why, fix=error.fix) from error
                 continue
             except EngineError as error:
                 is_silent = not isinstance(error.__cause__, aiohttp.ClientConnectorError)
                 if is_silent and time.monotonic() - self.answered[index] < PATIENCE_S:
                     continue
-                self._lose(index, error.why)
-                if time.monotonic() - max(self.answered) > self.timeout_s:
+                self._lose(index, error.why, again=True)
+                if self._are_away_for_good():
                     raise none_answers(self.config.inference, self.timeout_s) from error
                 continue
             if grant != self.grants[index]:
@@ -160,24 +161,35 @@ class ExternalEngines:
                 elif bringing.done() and not bringing.cancelled():
                     self._tell(index, "")
 
-    def _lose(self, index: int, why: str) -> None:
+    def _are_away_for_good(self) -> bool:
+        """Whether none could serve for deployment.start_timeout_s."""
+        return time.monotonic() - max(self.answered) > self.timeout_s
+
+    def _lose(self, index: int, why: str, again: bool = False) -> None:
+        """`again`: tell of one that is left out already, if it is for something else now."""
         if self.grants[index] is None:
+            if again and self.told[index] != why:
+                self._tell(index, why)
             return
         self.grants[index] = None
         log.warning("%s is left out: %s", self.pool.urls[index], why)
         self._tell(index, why)
+        if not any(self.grants):  # those that were lost before wait for nobody else now
+            for other, said in enumerate(self.told):
+                if said and other != index:
+                    self._tell(other, said)
+        self.pool.lose(index)
         if self.config.algo.max_off_policy_steps == 0:
             self._end_synchronous(index)
-        self.pool.lose(index)
 
     def _tell(self, index: int, why: str) -> None:
         """The root, and so whoever looks at the run, that an engine is left out, or (no reason) that it serves."""
-        url = self.pool.urls[index]
+        url, self.told[index] = self.pool.urls[index], why
         if why:
             now = f"the run waits for it, {self.timeout_s:.0f} s at most"
-            if len(self.pool.urls) > 1:
+            if any(grant is not None for other, grant in enumerate(self.grants) if other != index):
                 now = "the run goes on with the others, and takes it in again when it can serve"
-            why = f"{why}; {now} (to start it: {command_of(url, self.config.inference)})"
+            why = f"{why}; {now} (to start it: {command_of(url, self.config.inference, self.config)})"
         self.metrics.log(step=self.pool.version, engine=url, engine_lost=why)
 
     def _end_synchronous(self, index: int) -> NoReturn:

@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from prl.config.errors import AwayError
 from prl.config.world import takes_turns
 from prl.metrics.mfu import document_flops
 from prl.metrics.reader import read_rows
 from prl.orchestrator.batching import EncodedStep, encode_step, release
 from prl.orchestrator.checkpointing import Checkpointing
+from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.engines import EnginePool
 from prl.orchestrator.env_client import EnvClient
@@ -68,6 +70,7 @@ class Orchestrator:
         self.delivered = asyncio.Condition()  # of both
         self.again: set[int] = set()  # publications behind which the trainer publishes the same version once more
         self.error: Exception | None = None  # of a request handler
+        self.away: Exception | None = None  # for which the run ends once it is saved
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
         self.updates: set[asyncio.Task[None]] = set()  # publications on their way into the engines
         self.evaluated: set[int] = set()  # versions, in earlier attempts too
@@ -167,10 +170,18 @@ class Orchestrator:
                 await self._stop_after_current()
             await asyncio.wait([task], timeout=0.2)
             self._look_at_checkpoints()
+            is_away = isinstance(self.error, AwayError | EngineError) and self.external is not None
+            if is_away and self.away is None and self.prepared.is_set() and self.stop_at is None:
+                self.away, self.error = self.error, None  # what was trained is saved first, as when somebody stops it
+                for update in self.updates:  # they would wait for the engines
+                    update.cancel()
+                await self._stop_after_current()
             if self.error is not None:
                 task.cancel()
-                raise self.error
+                raise self.away or self.error
         task.result()
+        if self.away is not None:
+            raise self.away
 
     def _look_at_checkpoints(self) -> None:
         try:
@@ -483,14 +494,7 @@ class Orchestrator:
             "generating_spans": self.runner.stats.clock.new_spans(),
             "tokens_per_s": groups.completion_tokens / since_last_s,
         }
-        row |= groups.outcome_counts(several=len(self.envs) > 1)
-        row |= {f"reward/{env}": float(np.mean(rewards)) for env, rewards in groups.rewards_by_env.items()}
-        row |= {f"env/{name}": float(np.mean(values)) for name, values in groups.metrics.items()}
-        if asked := sum(r.asked_tokens for r in finished):
-            found = sum(r.cached_tokens for r in finished)
-            row |= {"prefix_cache_queries": asked, "prefix_cache_hits": found, "prefix_cache_hit_rate": found / asked}
-        if self.watch is not None:
-            row |= self.watch.row()
-        if self.runner.stats.last_error:
-            row["last_rollout_error"] = self.runner.stats.last_error
+        row |= groups.row(several=len(self.envs) > 1)
+        row |= {} if self.watch is None else self.watch.row()
+        row |= {"last_rollout_error": said} if (said := self.runner.stats.last_error) else {}
         self.ctx.metrics.log(step=groups.step, policy_version=groups.step - 1, **row)

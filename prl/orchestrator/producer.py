@@ -82,6 +82,17 @@ class StepGroups:
             row |= {f"outcome/{env}/{kind}": counts[kind] for env, counts in self.outcomes.items() for kind in OUTCOMES}
         return row
 
+    def row(self, several: bool) -> dict[str, float]:
+        """What its rollouts came to, what each environment gave and measured, and what the prefix cache had of them."""
+        row: dict[str, float] = dict(self.outcome_counts(several))
+        row |= {f"reward/{env}": float(np.mean(rewards)) for env, rewards in self.rewards_by_env.items()}
+        row |= {f"env/{name}": float(np.mean(values)) for name, values in self.metrics.items()}
+        finished = [r for group in self.groups for r in group.finished]
+        if asked := sum(r.asked_tokens for r in finished):
+            found = sum(r.cached_tokens for r in finished)
+            row |= {"prefix_cache_queries": asked, "prefix_cache_hits": found, "prefix_cache_hit_rate": found / asked}
+        return row
+
     def count_stale(self, group: Group) -> None:
         """Add what was sampled for a group that became too old."""
         self.dropped_stale += 1

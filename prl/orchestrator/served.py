@@ -176,9 +176,9 @@ def gave_nothing(inference: InferenceConfig, said: str) -> UserError:
     """Of an evaluation none of whose rollouts came to an end, for what its servers said: an AwayError, unless they
     refuse what they would refuse again.
     """
-    urls, refused = ", ".join(inference.urls), re.search(r" by (4\d\d|3\d\d)\b", said)
+    urls, answered = ", ".join(inference.urls), re.search(r" by (\d\d\d)\b", said)  # the first: what follows is theirs
     what = f"{urls}: no rollout of the evaluation came to an end."
-    status = refused[1] if refused else ""
+    status = answered[1] if answered and answered[1][0] in "34" else ""
     if status in ("401", "403"):
         fix = "inference.api_key_var=NAME of the environment variable that holds its API key"
         return UserError(what, where=f"inference.api_key_var={inference.api_key_var or 'null'}", why=said, fix=fix)

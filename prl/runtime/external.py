@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import threading
 import time
 import urllib.error
@@ -100,13 +101,14 @@ def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> Use
         )
     models, text = _get(f"{url}/v1/models", key)
     command = command_of(url, inference)
+    command += "" if inference.engine == "vllm" else "; or with vLLM and our plugin, by inference=vllm in both commands"
     if models == 401 or (models == 200 and "data" in (parse_object(text) or {})):
         return UserError(
             f"{url} serves models, but cannot be given weights: it is good for evaluation and distillation only.",
             where="inference.urls",
             why=f"it does not know {LEASE} ({status}): a vLLM without our plugin, or another server with OpenAI's "
             "routes; training samples from the weights of each step",
-            fix=f"start it with our plugin and the run's own model=: {command} inference=vllm",
+            fix=f"start it with our plugin and the run's own model=: {command}",
         )
     return UserError(
         f"{url} is no inference engine.",
@@ -229,18 +231,28 @@ def none_answers(inference: InferenceConfig, after_s: float | None = None, is_si
         why="who listens there takes connections, and gives no whole answer"
         if is_silent
         else "nobody listens there, or nobody who answers from this machine",
-        fix=f"start them ({command_of(inference.urls[0], inference)}{', and so on' * (len(inference.urls) > 1)}; with "
-        "inference=vllm for vLLM and our plugin); then this command again"
+        fix=f"start them ({command_of(inference.urls[0], inference)}{', and so on' * (len(inference.urls) > 1)}, "
+        "with the run's own model=); then this command again"
         + (", which resumes (a run by itself with its output_dir)" if after_s is not None else ""),
     )
 
 
-def command_of(url: str, inference: InferenceConfig) -> str:
-    """What starts an engine that is found at `url` and takes the run's control key."""
+def command_of(url: str, inference: InferenceConfig, config: RunConfig | None = None) -> str:
+    """What starts an engine that is found at `url`, takes the run's control key, and is what the run wants of one, with
+    its model if the whole configuration is given.
+    """
     parts = urlsplit(url)
     host = "" if parts.hostname in ("127.0.0.1", "localhost", "::1") else " inference.host=0.0.0.0"
     key = "" if inference.control_key_var is None else f" inference.control_key_var={inference.control_key_var}"
-    return f"python -m prl.inference{host} inference.port={parts.port}{key}"
+    like = ["inference=vllm"] * (inference.engine == "vllm")
+    if config is not None:
+        model = config.model
+        like += [f"model={config.choices.get('model', model.name)}"]
+        like += [f"model.path={model.path}"] * (model.path is not None) + [f"model.dtype={model.dtype}"]
+        like += [f"inference.dtype={inference.dtype}"] * (inference.dtype != "auto")
+        like += [f"inference.max_model_len={inference.max_model_len}"]
+        like += ["inference.return_routed_experts=true"] * inference.return_routed_experts
+    return shlex.join(["python", "-m", "prl.inference", *like]) + f"{host} inference.port={parts.port}{key}"
 
 
 # --- before anything starts -------------------------------------------------------------------------------------------
