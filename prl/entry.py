@@ -33,7 +33,15 @@ from prl.config.locate import conf_dir
 from prl.config.overrides import parse, swept_keys
 from prl.config.place_names import lost_directory
 from prl.config.search_path import use_directories
-from prl.config.sweep import corners, expand, launcher_of, makes_a_grid, resolve_points, sweep_lines
+from prl.config.sweep import (
+    corners,
+    expand,
+    launcher_of,
+    makes_a_grid,
+    refuse_equal_points,
+    resolve_points,
+    sweep_lines,
+)
 from prl.config.traced import left_to_user
 from prl.config.unreadable import UNREADABLE, unreadable
 from prl.runtime.nodes.torchrun import refuse_torchrun
@@ -184,8 +192,11 @@ def _run(session: Session, overrides: list[str], multirun: bool, completing: boo
             raise ConfigError(found)
         lines = sweep_lines(overrides, session.config_name)
         session.swept = set(swept_keys(lines))
-        points = expand(lines) if makes_a_grid(lines, session.config_name) else corners(lines)
+        is_grid = makes_a_grid(lines, session.config_name)
+        points = expand(lines) if is_grid else corners(lines)
         configs = resolve_points(points, session.config_name, session.swept)
+        if is_grid:
+            refuse_equal_points(points, configs)
         if session.starts_nothing:
             refuse_launcher(launcher_of(lines, session.config_name), configs)
             return max(session.job(config) for config in configs)

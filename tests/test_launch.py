@@ -24,7 +24,8 @@ from launch.states import state_of
 from prl.config import compose
 from prl.config.composer import Composer
 from prl.config.errors import ConfigError, UserError
-from prl.config.sweep import expand, resolve_points
+from prl.config.point import point_id
+from prl.config.sweep import expand, refuse_equal_points, resolve_points
 from prl.planning.planner import make_plan
 from prl.planning.run_plan import plan_to_json
 from prl.runtime.agent import may_go_on, read_attempts
@@ -106,6 +107,33 @@ def test_two_points_that_are_the_same_are_refused(tmp_path):
     same = [compose(["seed=1"]).model_copy(update={"output_dir": str(tmp_path / "a")}) for _ in range(2)]
     with pytest.raises(ConfigError, match="Two points of the sweep are the same"):
         make_points(overrides, same)
+
+
+@pytest.mark.parametrize("axis", ["seed=1,1.0", "name=a,b", "logging.wandb.name=a,b", "algo.group_size=4,4"])
+def test_points_that_differ_in_words_alone_are_the_same(axis):
+    points = expand([axis])
+    configs = resolve_points(points, "rl", {axis.partition("=")[0]})
+    with pytest.raises(ConfigError) as refused:
+        refuse_equal_points(points, configs)
+    (violation,) = refused.value.violations
+    assert violation.what == "Two points of the sweep are the same."
+    assert violation.where == points[1][0]
+    assert points[0][0] in violation.why
+    assert point_id(configs[0]) in violation.why
+    for other in ("seed=1,2", "slurm.partition=a,b"):
+        points = expand([other])
+        refuse_equal_points(points, resolve_points(points, "rl", {other.partition("=")[0]}))
+
+
+@pytest.mark.parametrize("module", ["prl.plan", "prl.rl"])
+def test_every_command_refuses_equal_points(module, tmp_path):
+    words = [sys.executable, "-m", module, "-m", "algo.group_size=4,4"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "Two points of the sweep are the same." in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 # --- shapes and scripts -----------------------------------------------------------------------------------------------

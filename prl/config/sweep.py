@@ -149,6 +149,30 @@ def resolve_points(points: list[list[str]], config_name: str, swept: set[str]) -
     return configs
 
 
+def refuse_equal_points(points: list[list[str]], configs: list[RunConfig]) -> None:
+    """Raise ConfigError for points that compute the same, however they are written: a name alone makes no other run.
+    What SLURM is asked for may be an axis.
+    """
+    from prl.config.point import point_id  # pydantic: completion does without it
+
+    seen: dict[tuple[str, str], list[str]] = {}
+    found = []
+    for lines, config in zip(points, configs, strict=True):
+        name = point_id(config)
+        first = seen.setdefault((name, config.slurm.model_dump_json()), lines)
+        if first is not lines:
+            found.append(
+                UserError(
+                    "Two points of the sweep are the same.",
+                    where=" ".join(lines),
+                    why=f"it computes what {' '.join(first)} computes: both are the point {name}",
+                    fix="leave one of them out; to repeat a run, sweep over seed",
+                )
+            )
+    if found:
+        raise ConfigError(found)
+
+
 def _at_point(violation: UserError, label: str) -> UserError:
     where = f"{violation.where}{IN_POINT}{label})" if label else violation.where
     return UserError(violation.what, where=where, why=violation.why, fix=violation.fix)
