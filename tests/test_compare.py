@@ -271,8 +271,14 @@ def test_mistakes_exit_with_2_and_a_way_out(tmp_path: Path, args: list[str], sai
 def test_jobs_are_not_mixed(tmp_path: Path) -> None:
     make_point(tmp_path / "a", [0.0, 0.1])
     make_point(tmp_path / "b", [3.0, 1.0], job="sft")
-    with pytest.raises(UserError, match="different jobs: rl, sft"):
+    with pytest.raises(UserError, match="different jobs: rl, sft") as refused:
         compared(tmp_path)
+    assert refused.value.why == "a reward and a loss cannot be ranked together"
+    points = read_directory(tmp_path)
+    points[1].job = "eval"
+    with pytest.raises(UserError, match="different jobs: eval, rl") as refused:
+        compare("t", points, "steps")
+    assert "an evaluation spends no budget of training" in str(refused.value.why), "and both are rewards"
 
 
 @pytest.mark.slow

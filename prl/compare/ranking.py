@@ -99,8 +99,8 @@ def compare(title: str, points: list[Point], axis: Axis) -> Comparison:
                 f"{job}: {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' * (len(names) > SHOWN)}"
                 for job, names in of_jobs.items()
             ),
-            why="a reward and a loss cannot be ranked together",
-            fix="name a directory with points of one job",
+            why=_why_apart(jobs),
+            fix="name points of one job; evaluations of the runs (python -m prl.eval) compare their policies",
         )
     columns = swept_columns(points)
     job = jobs[0] if jobs else ""
@@ -113,6 +113,12 @@ def compare(title: str, points: list[Point], axis: Axis) -> Comparison:
     _rank(result)
     _add_notes(result, len(ranked), job)
     return result
+
+
+def _why_apart(jobs: list[str]) -> str:
+    if "sft" in jobs:
+        return "a reward and a loss cannot be ranked together"
+    return "an evaluation spends no budget of training, and points of rl are compared at one that all of them reached"
 
 
 def _choose_metric(job: str, points: list[Point]) -> tuple[Metric | None, bool]:
