@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from prl.compare.__main__ import _parser, run
 from prl.compare.targets import read_targets
 from prl.compare.wandb_file import BLOCK, find_files, read_files
 from prl.config.errors import UserError
+from prl.metrics.writer import MetricsWriter
 from prl.runtime.directory.files import read_object
 
 
@@ -104,13 +106,32 @@ def test_local_and_remote_points_are_one_comparison_and_a_run_counts_once(sweep,
     here = tmp_path / "here"
     here.mkdir()
     for path in sweep[:2]:
-        path.rename(here / path.name)
+        shutil.copytree(path, here / path.name)
     points, notes = read_targets([str(here), "team/prl/rl"])
     assert [point.name.partition("/")[0] for point in points] == ["here", "here", "rl", "rl"]
     assert len({point.run_id for point in points}) == 4
-    assert notes == ["team/prl/rl: 1 of its runs are among those named before it"]
+    (note,) = notes
+    assert note.startswith("Runs that were named twice count once; left out: rl/")
+    back, _ = read_targets(["team/prl/rl", str(here)])
+    assert {p.run_id: p.directory for p in back} == {p.run_id: p.directory for p in points}, "whatever the order"
     apart, _ = read_targets([str(here), "team/prl/rl"], by_target=True)
     assert [point.swept["target"] for point in apart] == ["here", "here", "rl", "rl"]
+
+
+def test_of_a_run_and_its_copy_the_one_that_is_further_on_counts(sweep, tmp_path):
+    """A copy of a run that went on, say on another machine."""
+    copy = tmp_path / "copy" / "run"
+    shutil.copytree(sweep[0], copy)
+    writer = MetricsWriter(sweep[0], "trainer/0")
+    writer.log(step=3, tokens=100, step_s=1.0)
+    MetricsWriter(sweep[0], "orchestrator").log(step=3, reward=0.9, **{"eval/reward": 0.9})
+    for targets in ([sweep[0], copy], [copy, sweep[0]]):
+        (point,), notes = read_targets([str(target) for target in targets])
+        assert point.step == 3
+        assert point.name.startswith(sweep[0].name)
+        (note,) = notes
+        assert note.startswith("run/run is left out: it is ")
+        assert note.endswith("which is here at step 3 (done).")
 
 
 def test_tables_for_papers_and_notes(sweep, tmp_path, capsys):

@@ -13,15 +13,16 @@ from prl.config.console import one_line
 from prl.config.errors import UserError
 from prl.metrics.wandb_mirror import has_key
 from prl.runtime.directory.files import find_directories, refuse_unreadable, why_no_object
-from prl.runtime.people.faults import holds_run
+from prl.runtime.people.faults import UNREADABLE, holds_run
 from prl.status import ask_record, how_sweep_goes_on
 
+SHOWN = 3  # points in a note
 TARGET = "target"  # the column of --by-target
 
 
 def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[Point], list[str]]:
-    """The points of all, and what is to be said of them. A run that several have (a directory, and wandb's copy of it)
-    counts once, as the first of them has it.
+    """The points of all, and what is to be said of them. A run that several have counts once, whatever their order: its
+    directory knows more than wandb's copy, and of two directories or copies the one that is further on does.
 
     Args:
         by_target: points of different targets are never of one group.
@@ -29,7 +30,6 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
     Raises UserError for one in which there is no run.
     """
     points: list[Point] = []
-    known: set[str] = set()
     notes = []
     for target, label in zip(targets, labels(targets), strict=True):
         place = Path(target).expanduser()
@@ -38,17 +38,50 @@ def read_targets(targets: Sequence[str], by_target: bool = False) -> tuple[list[
         notes += [one_line(why) for why in _damage_of_record(place)]
         if os.path.exists(place / SWEEP_FILE):
             notes += map(one_line, how_sweep_goes_on(place, [point.name for point in found], silent))
-        new = [point for point in found if not point.run_id or point.run_id not in known]
-        known |= {point.run_id for point in new if point.run_id}
-        if len(new) < len(found):
-            notes.append(f"{one_line(target)}: {len(found) - len(new)} of its runs are among those named before it")
-        for point in new:
+        for point in found:
             if len(targets) > 1:
                 point.name = f"{label}/{point.name}"
             if by_target:
                 point.swept = {TARGET: label, **point.swept}
-        points += new
-    return points, notes
+        points += found
+    kept, said = _each_once(points)
+    return kept, [*notes, *said]
+
+
+def _each_once(points: list[Point]) -> tuple[list[Point], list[str]]:
+    """Of each run the point that knows most, in the place of the first; and what is left out."""
+    best: dict[str, Point] = {}
+    for point in points:
+        if point.run_id and (point.run_id not in best or _knows(point) > _knows(best[point.run_id])):
+            best[point.run_id] = point
+    kept = [best[point.run_id] if point.run_id else point for point in points]
+    left = [(point, best[point.run_id]) for point in points if point.run_id and best[point.run_id] is not point]
+    same = [point for point, other in left if _agree(point, other)]
+    notes = [
+        f"{point.name} is left out: it is {other.name} at step {point.step} ({point.state}), which is here at step "
+        f"{other.step} ({other.state})."
+        for point, other in left
+        if not _agree(point, other)
+    ]
+    if same:
+        more = f" and {len(same) - SHOWN} more" * (len(same) > SHOWN)
+        notes.append(
+            f"Runs that were named twice count once; left out: {', '.join(p.name for p in same[:SHOWN])}{more}."
+        )
+    return list({id(point): point for point in kept}.values()), notes
+
+
+def _knows(point: Point) -> tuple[bool, bool, int, int, bool]:
+    """How much, for comparison with another record of the same run."""
+    values = len(point.curves.held_out) + len(point.curves.training) if point.curves else 0
+    return point.state != UNREADABLE, point.directory is not None, point.step, values, point.is_done
+
+
+def _agree(point: Point, other: Point) -> bool:
+    def said(of: Point) -> tuple[object, ...]:
+        return of.step, of.curves and (of.curves.held_out, of.curves.training)
+
+    return said(point) == said(other)
 
 
 def labels(targets: Sequence[str]) -> list[str]:
