@@ -81,14 +81,19 @@ def _parse_line(line: str) -> Override:
         fix += "; for ~ in a path write $HOME" if "~/" in line else ""
         if (quoted := _quoted(line)) is not None:
             why, fix = "it has a quotation mark that nothing closes, or that stands within a word", quoted
+            if line.count('"') + line.count("'") == 0:
+                why = "letters beyond ASCII stand in quotation marks, inside those that the shell takes"
         raise UserError(f"Cannot read the override {line!r}.", where=line, why=why, fix=fix) from error
 
 
+_NEEDS_MARKS = re.compile("[\"']|[^\\0-\\x7f]")
+
+
 def _quoted(line: str) -> str | None:
-    """A line whose value has quotation marks, as a shell and Hydra take it; None for other lines."""
+    """A line whose value has quotation marks or letters beyond ASCII, as a shell and Hydra take it; None for others."""
     key, equals, value = line.partition("=")
     inner = value[1:] if value[:1] in ("'", '"') and value.count(value[0]) == 1 else value  # opened, never closed
-    if not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or not equals or not re.search("[\"']", value):
+    if not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or not equals or not _NEEDS_MARKS.search(value):
         return None
     if inner.startswith("[") and inner.endswith("]"):
         line = f"{key}=[{','.join(_marked(part.strip()) for part in inner[1:-1].split(','))}]"
