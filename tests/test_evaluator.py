@@ -22,6 +22,7 @@ from prl.config import ConfigError, compose
 from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.metrics.writer import MetricsWriter
+from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.intervals import bootstrap, interval_over_tasks, wilson
 from prl.orchestrator.served import ServedEngines, gave_nothing
 from prl.planning.planner import make_plan
@@ -317,6 +318,34 @@ def test_of_several_served_models_one_is_named():
         ask(StockServer(), served_model="other")
     with pytest.raises(ConfigError, match="served_model has no effect"):
         compose(["inference.served_model=a"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        ({"status": 302, "headers": {"Location": "http://other:1/v1/models"}}, "redirects to http://other:1."),
+        ({"status": 301, "headers": {"Location": "/v1/models"}}, "redirects to http://127.0.0.1"),
+        ({"text": '{"data": []}'}, "lists no model."),
+    ],
+)
+def test_what_lists_no_models_is_told_for_what_it_is(answer, what):
+    class Odd(StockServer):
+        async def models(self, request):
+            return web.Response(**answer)
+
+    with pytest.raises(UserError) as refused:
+        ask(Odd(), timeout_s=1.0)
+    assert what in refused.value.what
+
+
+@pytest.mark.parametrize("ids", [[-1, 5], [2**40], ["5"], [True]])
+def test_token_ids_that_are_none_cost_a_rollout(ids):
+    class Odd(StockServer):
+        async def complete(self, request):
+            return web.json_response({"choices": [{"text": "a", "token_ids": ids}]})
+
+    with pytest.raises(EngineError, match="token ids that are none"):
+        ask(Odd(owner="vllm"))
 
 
 @pytest.mark.parametrize(

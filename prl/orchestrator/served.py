@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import re
 from typing import Any
+from urllib.parse import urljoin
 
 import aiohttp
 
 from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.text.chat import ChatRenderer
+from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_requests import GENERATE
 from prl.orchestrator.engines import CLIENT_ROUTES, EnginePool
 from prl.orchestrator.rollout import Generation
@@ -22,6 +24,7 @@ from prl.runtime.external import none_answers
 from prl.runtime.process.keys import RunKeys
 
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
+MOST_TOKENS = 1 << 31  # of any vocabulary
 LOOK_S = 1.0
 ANSWER = aiohttp.ClientTimeout(total=5.0)
 
@@ -36,6 +39,7 @@ class ServedEngines(EnginePool):
         self.renderer = renderer
         self.telling: set[int] = set()  # of these, those that can say which tokens they have drawn
         self.served: dict[str, str] = {}  # URL -> the id there of the model that is asked
+        self.empty: set[str] = set()  # of servers that list no model, as while they load one
         self.names: dict[int, str] = {}  # of replicas that are asked by COMPLETIONS: what they call their model
 
     async def wait_healthy(self, timeout_s: float) -> None:
@@ -48,6 +52,8 @@ class ServedEngines(EnginePool):
                 async with asyncio.timeout_at(deadline):
                     await self._learn(index, url)
             except TimeoutError as error:
+                if url in self.empty:
+                    raise _away(url, f"{MODELS} has listed no model for {timeout_s:.0f} s", "lists no model") from error
                 silent = self.config.model_copy(update={"urls": (url,)})
                 raise none_answers(silent, timeout_s, is_silent=True) from error
 
@@ -80,10 +86,14 @@ class ServedEngines(EnginePool):
     async def _models(self, url: str) -> list[dict[str, Any]] | None:
         """What it serves; None while it loads. Raises UserError where nobody listens, or nobody who serves us."""
         try:
-            async with self.session.get(url + MODELS, timeout=ANSWER) as response:
+            async with self.session.get(url + MODELS, timeout=ANSWER, allow_redirects=False) as response:
                 status, text = response.status, await response.text(errors="replace")
+                if 300 <= status < 400:
+                    raise _redirects(url, response.headers.get("Location", ""))
+                self.empty.discard(url)
                 if status == 200:
                     models = (await response.json(content_type=None))["data"]
+                    self.empty |= set() if models else {url}
                     return [dict(model) for model in models] if models else None
         except aiohttp.ClientConnectorError as error:
             raise _away(url, str(error)) from error
@@ -165,6 +175,10 @@ class ServedEngines(EnginePool):
             self.in_flight[index] -= 1
         choice = answer["choices"][0]
         reason, ids = choice.get("finish_reason") or "stop", choice.get("token_ids")
+        if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in ids or ()):
+            raise EngineError(
+                f"{self.urls[index]}: its answer cannot be read: token ids that are none: {str(ids)[:80]}"
+            )
         if not ids:
             ids, end = self.renderer.encode(choice["text"]), self.renderer.tokenizer.eos_token_id
             if isinstance(end, int) and (reason == "stop" or not ids):  # no text, or what is none: it is scored so
@@ -189,9 +203,19 @@ def gave_nothing(inference: InferenceConfig, said: str) -> UserError:
     return AwayError(what, where="inference.urls", why=said, fix=fix)
 
 
-def _away(url: str, why: str) -> AwayError:
+def _redirects(url: str, place: str) -> UserError:
+    place = urljoin(url, place).split(MODELS)[0]
+    return UserError(
+        f"{url} redirects to {place}.",
+        where="inference.urls",
+        why="what is asked there would arrive without its body, or without the key",
+        fix=f"inference.urls=[{place}], if that is the server: http://HOST:PORT",
+    )
+
+
+def _away(url: str, why: str, what: str = "does not answer") -> AwayError:
     return AwayError(
-        f"{url} does not answer.",
+        f"{url} {what}.",
         where="inference.urls",
         why=why,
         fix="start the server (python -m prl.inference, vllm serve, ...), or correct its address",
