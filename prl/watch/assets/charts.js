@@ -2,7 +2,17 @@
 "use strict";
 
 const COLORS = ["#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#57534e"];
+const DASHES = [null, "7 3", "2 2.5", "9 3 2 3"]; // once all colours are taken: 36 lines are told apart
 const WIDTH = 420, HEIGHT = 190, LEFT = 54, RIGHT = 12, TOP = 8, BOTTOM = 22;
+
+function lineStyle(index) {
+  return { stroke: COLORS[index % COLORS.length], "stroke-width": 1.6,
+    "stroke-dasharray": DASHES[Math.floor(index / COLORS.length) % DASHES.length] };
+}
+
+function lineKey(index) {
+  return el("svg", { class: "key", viewBox: "0 0 26 10" }, el("line", { x1: 0, x2: 26, y1: 5, y2: 5, ...lineStyle(index), "stroke-width": 2.4 }));
+}
 
 function ticks(low, high) {
   const rough = (high - low) / 4 || 1, size = 10 ** Math.floor(Math.log10(rough));
@@ -38,7 +48,7 @@ function chart(title, lines) {
       svg.append(el("polygon", { points: [...over, ...under.reverse()].join(" "), fill: color, "fill-opacity": 0.15 }));
     }
     const way = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-    svg.append(el("path", { d: way, fill: "none", stroke: color, "stroke-width": 1.6 }));
+    svg.append(el("path", { d: way, fill: "none", ...lineStyle(index) }));
     if (line.points.length < 30) for (const p of line.points) {
       svg.append(el("circle", { cx: x(p[0]), cy: y(p[1]), r: 2, fill: color }));
     }
@@ -52,7 +62,7 @@ function chart(title, lines) {
       return `${line.name}: ${figure(p[1])}${p[2] ? " ± " + figure(p[2]) : ""} at ${p[0]}`;
     }).join("   ");
   });
-  const names = lines.map((line, i) => el("span", { class: "name" }, el("i", { color: COLORS[i % COLORS.length] }), line.name));
+  const names = lines.map((line, i) => el("span", { class: "name" }, lineKey(i), line.name));
   return el("figure", {}, el("figcaption", {}, title), svg, el("div", { class: "names" }, names), readout);
 }
 
