@@ -149,3 +149,7 @@ def test_tables_for_papers_and_notes(sweep, tmp_path, capsys):
     assert r"rank & algo & seeds & held-out reward & $\pm$ 95 \% &" in latex
     assert latex.count(r"\begin{tabular}") == latex.count(r"\bottomrule") == 2
     assert latex.count(r" \\") == 3 + 5
+    assert latex.splitlines()[0] == r"% in the preamble: \usepackage{booktabs} \usepackage{graphicx}"
+    assert latex.count(r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%") == 2
+    assert latex.count("\\end{tabular}%\n}\n") == 2
+    assert latex.count("{") - latex.count(r"\{") == latex.count("}") - latex.count(r"\}")

@@ -9,6 +9,10 @@ LATEX = {  # what LaTeX takes for itself
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "≥": r"$\geq$", "<": r"$<$", ">": r"$>$",
 }  # fmt: skip
+PREAMBLE = r"% in the preamble: \usepackage{booktabs} \usepackage{graphicx}"
+FITTED = (
+    r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"  # no wider than the text, and never enlarged
+)
 MARKDOWN = {"\\": "\\\\", "|": "\\|", "*": "\\*", "_": "\\_", "<": "&lt;", "`": "\\`"}
 
 
@@ -20,10 +24,10 @@ def render_markdown(comparison: Comparison) -> str:
 
 
 def render_latex(comparison: Comparison) -> str:
-    """As `render_markdown`: a table environment for each; needs \\usepackage{booktabs}."""
+    """As `render_markdown`: a table environment for each, shrunk to the width of the text where it is wider."""
     notes = [f"% {note}" for note in footnotes(comparison)]
     caption = _latex(counts_line(comparison))
-    return "\n".join([*(_latex_table(table, caption) for table in _tables(comparison)), *notes]) + "\n"
+    return "\n".join([PREAMBLE, *(_latex_table(table, caption) for table in _tables(comparison)), *notes]) + "\n"
 
 
 def _tables(comparison: Comparison) -> list[Table]:
@@ -46,7 +50,8 @@ def _latex_table(table: Table, caption: str) -> str:
     columns = "".join("r" if numeric else "l" for numeric in _is_numeric(table))
     rows = [table.headings, *([cell.text for cell in row] for row in table.rows)]
     head, *body = [" & ".join(map(_latex, row)) + r" \\" for row in rows]
-    begin, end = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}"], [r"\end{tabular}"]
+    begin = [r"\begin{table}", r"\centering", FITTED, rf"\begin{{tabular}}{{{columns}}}"]
+    end = [r"\end{tabular}%", "}"]
     lines = [*begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", *end]
     return "\n".join([*lines, rf"\caption{{{caption}}}", r"\end{table}"])
 
