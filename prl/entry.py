@@ -130,7 +130,7 @@ def refuse_options(args: argparse.Namespace) -> None:
         raise UserError(
             "--experimental-rerun is not supported.",
             where=f"--experimental-rerun {args.experimental_rerun}",
-            why="it reads a pickle of Hydra's, and prl writes none: a run is frozen in its plan.json",
+            why="it reads what Hydra itself has frozen, and prl freezes runs in their plan.json",
             fix="the command of that run with output_dir=RUN goes on with it, and with another output_dir runs it anew",
         )
     asked = [option for option, is_given in _actions(args).items() if is_given]

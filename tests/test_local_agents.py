@@ -40,7 +40,7 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
         monkeypatch.setattr(local, "freeze_code", lambda *given: FrozenCode(tmp_path, {}))
         monkeypatch.setattr(local, "python_command", command)
-        points = [SimpleNamespace(path=tmp_path / name) for name in names]
+        points = [SimpleNamespace(path=tmp_path / name, config=None) for name in names]
         for point in points:
             point.path.mkdir(exist_ok=True)
         session = Session(lambda config: 0)

@@ -61,7 +61,7 @@ def test_a_place_that_cannot_be_written_is_not_advised(tmp_path: Path, monkeypat
 def test_commands_to_paste_quote_what_has_a_blank(tmp_path: Path, monkeypatch):
     (tmp_path / "inf rt").mkdir()
     monkeypatch.setattr(launching, "points_without_word", lambda path, sweep: {".": ("not started", "")})
-    assert f"python -m prl.status '{tmp_path}/inf rt';" in launching.why_it_does_not_serve(tmp_path / "inf rt")
+    assert f"python -m prl.status '{tmp_path}/inf rt'" in launching.why_it_does_not_serve(tmp_path / "inf rt")
 
 
 def test_a_number_of_torchruns_that_is_none_is_named():
