@@ -65,9 +65,7 @@ def file_of_choice(group: str, choice: str) -> Path:
 
 
 def folders_of(group: str) -> str:
-    """The directories that hold files of a group, for people; of Hydra's groups, whose choices lie in packages, too, the
-    group.
-    """
+    """The directories that hold files of a group, for people; its name, if it is Hydra's and packages have choices."""
     if group.startswith("hydra/"):
         return f"the group {group}"
     name = "memory_recipe" if group == "memory" else group
