@@ -28,6 +28,7 @@ from prl.config.composing import (
 )
 from prl.config.console import leave_interrupted, leave_told, one_line, shield_console
 from prl.config.errors import ConfigError, PointFailedError, UserError
+from prl.config.hydra_keys import SWEEP_ONLY
 from prl.config.hydra_setup import SWEEP_OPTION, name_sweep, register
 from prl.config.locate import conf_dir
 from prl.config.overrides import parse, swept_keys
@@ -73,7 +74,7 @@ def run_app(job: Job, config_name: str, *, starts_nothing: bool = False) -> None
             )
         use_directories(args.config_dir, parse(args.overrides))
         session = Session(job, name, starts_nothing)
-        code = _run(session, args.overrides, args.multirun, args.shell_completion)
+        code = _run(session, args.overrides, args.multirun, args.shell_completion, bool(args.cfg or args.info))
         if starts_nothing:
             leave_told(code)
         sys.exit(code)
@@ -175,11 +176,19 @@ def _no_other_conf(path: str) -> UserError:
     )
 
 
-def _run(session: Session, overrides: list[str], multirun: bool, completing: bool) -> int:
+def _of_no_sweep(key: str) -> UserError:
+    fix = "output_dir=DIRECTORY for a run, or -m for a sweep" if key == "hydra.sweep.dir" else "-m for a sweep"
+    return UserError(f"{key} is for sweeps.", where=key, why="without -m this command is one run", fix=fix)
+
+
+def _run(session: Session, overrides: list[str], multirun: bool, completing: bool, shows: bool = False) -> int:
     register()
     register_plugins()
     if not completing:
         refuse_contradictions(overrides, session.config_name)
+    only_of_sweeps = [o for o in parse(overrides) if o.key_or_group in SWEEP_ONLY]
+    if not multirun and not completing and not shows and only_of_sweeps:
+        raise ConfigError([_of_no_sweep(override.key_or_group) for override in only_of_sweeps])
     if not multirun and not completing and any(line.startswith(SWEEP_OPTION) for line in overrides):
         raise UserError(
             "A sweep needs -m.", where="+sweep", why="without it one point would run, and no axis", fix="-m +sweep=NAME"

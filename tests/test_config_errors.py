@@ -6,6 +6,8 @@ import pytest
 
 from prl.config import ConfigError, UserError, compose
 from prl.config.composing import problems as complaints
+from prl.config.locate import conf_dir, config_groups
+from prl.config.overrides import unknown_choice
 from prl.config.sweep import compose_points
 
 
@@ -21,6 +23,63 @@ from prl.config.sweep import compose_points
 def test_one_where_a_list_is_meant_and_an_address_in_another_form(said: str, fix: str) -> None:
     (problem,) = problems([said])
     assert problem.fix.replace("'", "").startswith(fix.replace("'", ""))
+
+
+@pytest.mark.parametrize(
+    ("said", "why", "fix"),
+    [
+        ("http://127.0.0.1:99999", "'99999' is no port: ", "[http://127.0.0.1:8000] for instance"),
+        ("http://host:0", "'0' is no port: ", "[http://host:8000] for instance"),
+        ("http://host:http", "'http' is no port: ", "[http://127.0.0.1:8000] for instance"),
+        ("http://10.0.0.7", "it names no port: ", "[http://127.0.0.1:8000] for instance"),
+        ("host:8000", "it does not begin with http://: ", "[http://host:8000] as the address"),
+        ("http://me:word@host:8000", "it names somebody: ", "[http://host:8000] as the address"),
+        ("http://host:8000/v1", "an address is http://HOST:PORT, without a path", "[http://host:8000] as the address"),
+    ],
+)
+def test_an_address_says_what_is_wrong_with_it_and_how_a_good_one_is_written(said: str, why: str, fix: str) -> None:
+    (problem,) = problems([f"inference.urls=['{said}']", "inference.control_key_var=K"])
+    assert problem.why.startswith(why)
+    assert "an address is http://HOST:PORT" in problem.why
+    assert problem.fix.startswith(f"inference.urls={fix}")
+
+
+@pytest.mark.parametrize(
+    ("said", "where", "fix"),
+    [
+        (["env.args.foo=1"], "env.args.foo=1", "env=verifiers env.id=NAME"),
+        (["env.args.min_chars=3"], "env.args.min_chars=3", "env.mix.reverse_text.args.min_chars=3 instead of"),
+        (["env.id=x", "env.args.gym=a"], "env.id=x, env.args.gym=a", "env=verifiers"),
+        (["env.args=5"], "env.args", "env.args.NAME=VALUE"),
+        (["env.arg.gym=a"], "env.arg.gym", "env.args.gym=..."),
+        (["inference.vlm.seed=1"], "inference.vlm.seed", "inference.vllm.seed=..."),
+        (["memory_recipe.ac=full"], "memory_recipe.ac", "memory_recipe.ac.mode=VALUE"),
+    ],
+    ids=str,
+)
+def test_keys_below_nodes_that_take_any_are_told_as_they_are_typed(said: list[str], where: str, fix: str) -> None:
+    (problem,) = problems(said)
+    assert problem.where == where
+    assert problem.fix.startswith(fix)
+
+
+def test_a_choice_as_the_value_of_its_node_is_told_with_its_group() -> None:
+    (problem,) = problems(["sft.data=jsnl"], "sft")
+    assert (problem.why, problem.fix) == ("it holds keys, and is no value itself", "data=jsonl")
+
+
+@pytest.mark.parametrize("group", sorted(config_groups()))
+def test_an_unknown_choice_names_the_folder_in_which_the_choices_lie(group: str) -> None:
+    told = unknown_choice(group, "nothing_of_this_name", config_groups()[group])
+    folder, _, choices = told.why.partition(" has: ")
+    files = {path.stem for path in (conf_dir().parent / folder).glob("*.yaml")}
+    assert files == set(choices.split(", "))
+
+
+def test_choices_of_a_group_of_hydras_lie_in_no_folder_of_ours_alone() -> None:
+    (problem,) = problems(["hydra/sweeper=zz"])
+    assert problem.why.startswith("the group hydra/sweeper has: points, ")
+    assert problem.fix == "hydra/sweeper=points"
 
 
 def problems(overrides: list[str], job: str = "rl") -> list[UserError]:

@@ -2,9 +2,11 @@
 
 import pytest
 
+from prl.config import compose
 from prl.config.schema import DeploymentConfig, ModelCard, ModelConfig, ParallelismConfig, RunConfig
 from prl.config.world import Mesh, largest_ep, world_of
 from prl.planning import make_plan
+from prl.planning.render import mixed_environments, render_plan
 
 CARD = ModelCard(
     family="qwen3_moe", num_hidden_layers=2, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
@@ -74,3 +76,24 @@ def test_what_one_nodes_gpus_cannot_hold_goes_on_to_the_next(overrides: dict, no
     placed = [*plan.roles_of("inference"), *plan.roles_of("trainer")]
     assert [(role.node, role.devices) for role in placed] == nodes
     assert plan.num_nodes == 1 + nodes[-1][0]
+
+
+SHOUT = '+env.mix={shout: {id: "my_envs:Shout", weight: 3}}'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], ""),
+        (["env=countdown"], ""),
+        (["~env", SHOUT], ""),
+        ([SHOUT], "reverse_text 25%, shout 75% of the rollouts; '~env' leaves env=reverse_text out"),
+        (["env=[reverse_text,countdown]"], "reverse_text 50%, countdown 50% of the rollouts"),
+        (["env=countdown", SHOUT], "countdown 25%, shout 75% of the rollouts; '~env' leaves env=countdown out"),
+    ],
+    ids=str,
+)
+def test_environments_that_are_mixed_are_told(overrides, told):
+    plan = make_plan(compose(["warm_start=none", *overrides]))
+    assert mixed_environments(plan) == told
+    assert (f"mix         {told}" in render_plan(plan)) == bool(told)

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from prl.config.errors import ConfigError, UserError
+from prl.config.hydra_keys import GROUPS, refused_hydra_key
 from prl.config.locate import added_groups, conf_dir, config_groups, folders_of, searched, sweep_files
 from prl.config.search_path import directories
 
@@ -194,13 +195,17 @@ def _nameless_choices(lines: list[str]) -> list[UserError]:
 
 
 def _misused_nodes_of_hydra(lines: list[str]) -> list[UserError]:
-    """`hydra/launcher=5`, `hydra=5`, `hydra.launcher=5`: tracebacks of Hydra's, too; and Hydra's own keys swept."""
+    """`hydra/launcher=5`, `hydra=5`, `hydra.launcher=5`: tracebacks of Hydra's, too; Hydra's own keys swept; and those
+    that do nothing here.
+    """
     errors = []
     for override in parse(lines):
         key, names = override.key_or_group, _names(override)
         has_dicts = any(isinstance(value, dict) for value in _values(override))
         if key.startswith("hydra/") and (has_dicts or not all(isinstance(name, str) for name in names)):
             why, fix = "a group of Hydra: its choices have names", "hydra/launcher=local, hydra/launcher=slurm"
+        elif (told := _refused_of_hydra(override)) is not None:
+            why, fix = told
         elif key in _nodes_of_hydra() and names:
             why, fix = "it holds keys of Hydra's own, and is no key itself", "hydra.sweep.dir=..., hydra/launcher=local"
         elif key == "hydra.verbose" and (has_dicts or not all(isinstance(name, (bool, str)) for name in names)):
@@ -211,6 +216,21 @@ def _misused_nodes_of_hydra(lines: list[str]) -> list[UserError]:
             continue
         errors.append(UserError(f"{override.input_line} is not valid.", where=key, why=why, fix=fix))
     return errors
+
+
+def _refused_of_hydra(override: Override) -> tuple[str, str] | None:
+    """Why a key or a choice of Hydra's is refused, and what to say instead."""
+    key = override.key_or_group
+    if key.removeprefix("hydra/") in GROUPS and choices_of(override) == ["none"]:
+        return None  # as it is
+    if (told := refused_hydra_key(key)) is not None and key.startswith(("hydra.", "hydra/")):
+        return told
+    first = key.removeprefix("hydra.").partition(".")[0]
+    if key.startswith("hydra.") and first not in HydraConf.__dataclass_fields__:
+        close = nearest(first, HydraConf.__dataclass_fields__)
+        rest = key.removeprefix("hydra.").removeprefix(first)
+        return "Hydra has no such key", f"hydra.{close}{rest}=..." if close else "leave it out"
+    return None
 
 
 @functools.cache
@@ -268,8 +288,15 @@ def all_keys(job: str) -> str:
     return f"python -m prl.{job if job in JOBS else 'rl'} --cfg job"
 
 
+def _in_open_node(key: str) -> str | None:
+    """What was meant by a key below a misspelt node that takes any (`env.arg.gym`)."""
+    parent, _, last = key.rpartition(".")
+    close = difflib.get_close_matches(parent, [node.rstrip(".") for node in OPEN_NODES], n=1, cutoff=0.8)
+    return f"{close[0]}.{last}" if close else None
+
+
 def unknown_key(key: str, known: Iterable[str], job: str = "rl") -> UserError:
-    guess = nearest(key, known)
+    guess = _in_open_node(key) or nearest(key, known)
     return UserError(
         f"There is no key {key!r}." + (f" Did you mean {guess!r}?" if guess else ""),
         where=key,

@@ -25,7 +25,7 @@ from omegaconf.grammar_parser import parse as parse_value
 from prl.config.errors import UserError
 from prl.config.locate import SITE_GROUP, conf_dir, config_groups, file_of_choice, searched, sweep_files
 from prl.config.overrides import JOBS, SWEEP_GROUP, all_keys, choices_of, nearest, parse, passed_over
-from prl.config.own_keys import unknown_keys
+from prl.config.own_keys import refused_keys_of_hydra, unknown_keys
 from prl.config.search_path import directories
 from prl.config.unreadable import UNREADABLE
 
@@ -287,6 +287,9 @@ def _of_keys(file: OwnFile, text: str) -> Iterator[UserError]:
     place = {"_global_": "", "_group_": file.group.replace("/", ".")}.get(package, package)
     if place and place.split(".")[0] not in _top_level():
         return  # told already
+    for key, why, fix, line in refused_keys_of_hydra(text, place):
+        instead = "" if fix.startswith("leave it out") else f"; instead: {fix}"
+        yield file.wrong(f"has the key {key}, which does nothing here.", why, f"leave it out there{instead}", line)
     for key, guess, line in unknown_keys(text, place):
         what = f"has the key {key!r}, which there is not." + (f" Did you mean {guess!r}?" if guess else "")
         fix = f"rename it there: {guess}" if guess else f"leave it out there; all keys: {all_keys('rl')}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import yaml
 from omegaconf._utils import get_yaml_loader
 
+from prl.config.hydra_keys import refused_hydra_key
 from prl.config.overrides import nearest
 
 LAUNCHER_SLURM = "hydra.launcher.slurm"
@@ -29,6 +30,23 @@ def unknown_keys(text: str, package: str) -> Iterator[tuple[str, str | None, int
     if said:
         yield from _not_in_the_schema(said, package)
     yield from _of_the_launcher(root, package)
+
+
+def refused_keys_of_hydra(text: str, package: str) -> Iterator[tuple[str, str, str, int]]:
+    """Key, why it is refused, what to say instead and its line, of those below `hydra` that do nothing in prl.
+
+    Args:
+        text, package: as of `unknown_keys`.
+    """
+    root = yaml.compose(text, Loader=get_yaml_loader())
+    said = _below(root, package) if isinstance(root, yaml.MappingNode) else []
+    while said:
+        key, name, value = said.pop(0)
+        told = refused_hydra_key(key) if key.startswith("hydra.") else None
+        if told is not None:
+            yield key, *told, name.start_mark.line + 1
+        elif key.split(".")[0] == "hydra" and isinstance(value, yaml.MappingNode):
+            said = [*_below(value, key), *said]
 
 
 def _not_in_the_schema(

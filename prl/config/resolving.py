@@ -151,10 +151,19 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
     return parent if key not in known and is_leaf and added else key
 
 
+KINDS_OF_NODE = ("model_type", "model_attributes_type", "dict_type")  # what pydantic says of a value in their place
+WORDS_OF_KIND = {
+    "tuple_type": "it must be a list, [a,b]",
+    **dict.fromkeys(KINDS_OF_NODE, "it holds keys, and is no value itself"),
+}
+
+
 def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
     in_words = [WORDS_OF_PATTERN[i["ctx"]["pattern"]] for i in items if i["type"] == "string_pattern_mismatch"]
+    if key == "inference.urls" and in_words and (wrong := _wrong_in_url(str(items[0]["input"]))):
+        in_words = [f"{wrong}: {in_words[0]}"]
     messages = in_words[:1] or [
-        "it must be a list, [a,b]" if item["type"] == "tuple_type" else _in_words(str(item["msg"])) for item in items
+        WORDS_OF_KIND[item["type"]] if item["type"] in WORDS_OF_KIND else _in_words(str(item["msg"])) for item in items
     ]
     expected = " or ".join([messages[0], *(message.removeprefix("it must be ") for message in messages[1:])])
     missing = all(item["type"] == "missing" and isinstance(item["input"], dict) for item in items)
@@ -182,6 +191,30 @@ def default_of(key: str) -> str | None:
     return as_override(field.default) if plain else None
 
 
+def _group_of(key: str) -> str | None:
+    """The group whose choices fill a node."""
+    groups = config_groups()
+    return next((name for name in (key, key.removeprefix("sft.")) if name in groups), None)
+
+
+def _is_port(number: str) -> bool:
+    return 0 < int(number) < 2**16
+
+
+def _wrong_in_url(text: str) -> str:
+    """What is wrong with the address of an engine, before how one is written."""
+    if "@" in text:
+        return "it names somebody"
+    server = re.match(r"(?:\w+://)?(?:[^/:\[]+|\[[^]]*\])(?::([^/]*))?", text)
+    if server is None:
+        return "it names no host"
+    if server[1] is None:
+        return "it names no port"
+    if not server[1].isdecimal() or not _is_port(server[1]):
+        return f"{server[1]!r} is no port"
+    return "" if text.startswith(("http://", "https://")) else "it does not begin with http://"
+
+
 def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
     for item in items:
         context = item.get("ctx", {})
@@ -191,9 +224,17 @@ def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
             return f"{key}={(close or options)[0]}"
         if item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):  # one where a list is meant
             return f"{key}=[{as_override(item['input'])}]"
+        if item["type"] in KINDS_OF_NODE and (group := _group_of(key)) is not None:
+            choices = config_groups()[group]
+            return f"{group}={(difflib.get_close_matches(str(item['input']), choices, n=1) or choices)[0]}"
+        if item["type"] in KINDS_OF_NODE:
+            below = [name for name in schema_keys() if name.startswith(f"{key}.") and not is_group(name)]
+            return f"{below[0] if below else f'{key}.NAME'}=VALUE"
         if key == "inference.urls":
-            server = re.search(r"[\w.-]+:\d{1,5}", str(item["input"]))
-            return f"{key}=[http://{server[0] if server else 'HOST:PORT'}] as the address of a server, or {key}=[]"
+            server = re.search(r"([\w.-]+):(\d+)(?![\w.])", str(item["input"]))
+            if server and _is_port(server[2]):
+                return f"{key}=[http://{server[0]}] as the address of a server, or {key}=[]"
+            return f"{key}=[http://{server[1] if server else '127.0.0.1'}:8000] for instance, or {key}=[]"
     if items[0]["type"] == "missing" and key in (groups := config_groups()):
         return f"{key}={groups[key][0]}, without ~{key}"
     default = default_of(key)

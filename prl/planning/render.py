@@ -19,6 +19,18 @@ def render_plan(plan: RunPlan) -> str:
     return "\n".join([*_summary(plan), "", *lines])
 
 
+def mixed_environments(plan: RunPlan) -> str:
+    """Which environments share the rollouts, and how to leave out those that were not asked for; "" of one alone."""
+    mix, chosen = plan.config.env.mix, plan.config.choices.get("env", "")
+    if not plan.roles_of("env") or len(mix) < 2:
+        return ""
+    whole = sum(source.weight for source in mix.values())
+    shares = ", ".join(f"{name} {source.weight / whole:.0%}" for name, source in mix.items())
+    added = mix.keys() - set(chosen.split("+"))
+    told = f"{shares} of the rollouts"
+    return f"{told}; '~env' leaves env={chosen} out" if chosen and added and len(added) < len(mix) else told
+
+
 def _row(role: RolePlan) -> tuple[str, ...]:
     devices = ",".join(map(str, role.devices)) or "-"
     return (role.name, str(role.node), devices, str(role.rank), str(role.world_size))
@@ -39,6 +51,8 @@ def _summary(plan: RunPlan) -> list[str]:
         lines.append(f"mesh        {sizes} = {mesh.world_size} ranks; ep {mesh.ep}; {mesh.data_ranks} data ranks")
     if config.inference.urls:
         lines.append(f"engines     {', '.join(config.inference.urls)}: they run already, on devices of their own")
+    if mixed := mixed_environments(plan):
+        lines.append(f"mix         {mixed}")
     if uneven := uneven_experts(plan):
         lines.append(f"uneven      {uneven}")
     turns = devices_taking_turns(plan) if plan.num_nodes > 1 else None

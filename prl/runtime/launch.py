@@ -18,6 +18,7 @@ from prl.config.errors import AwayError, PassingError, ReadOnlyError, UserError
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
 from prl.planning.planner import make_plan
+from prl.planning.render import mixed_environments
 from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
 from prl.runtime.directory.files import as_user_error
@@ -144,6 +145,8 @@ def _run_claimed(
     progress.note(f"run directory {run_dir.path}")
     if outdated:
         progress.note(f"{outdated}: evaluated anew")
+    if mixed := mixed_environments(plan):
+        progress.note(f"environments are mixed: {mixed}")
     if without := roles_without_gpu(plan):
         progress.note(f"{', '.join(without)}: no GPU is left, so on the CPU; deployment=colocated shares the GPUs")
     marker = secrets.token_hex(16)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prl.config.engines import most_on_a_node
 from prl.config.errors import UserError
+from prl.config.keys import as_override
 from prl.config.rules.rule import Refuse, each_of, first_of
 from prl.config.schema import RunConfig
 from prl.config.world import World
@@ -65,11 +66,28 @@ env_id_has_its_env = each_of(
     Refuse(
         lambda c, w: (c.env.id is not None or c.env.args) and all(s.id != "verifiers" for s in c.env.mix.values()),
         "No environment takes env.id and env.args.",
-        where="{env.id=!s}, {env.args=}",
+        where=lambda c, w: ", ".join(_for_verifiers(c)) or "env.args",
         why="they belong to env=verifiers; the arguments of others are env.mix.NAME.args",
-        fix="env=verifiers",
+        fix=lambda c, w: _args_of_others(c) or ("env=verifiers" if c.env.id else "env=verifiers env.id=NAME"),
     ),
 )
+
+
+def _for_verifiers(config: RunConfig) -> list[str]:
+    """What is said that only env=verifiers takes, as overrides."""
+    said = [f"env.id={config.env.id}"] if config.env.id is not None else []
+    return said + [f"env.args.{name}={as_override(value)}" for name, value in config.env.args.items()]
+
+
+def _args_of_others(config: RunConfig) -> str:
+    """The same, if the environments of the mix have arguments of those names; else ""."""
+    said = config.env.args
+    fitting = [name for name, source in config.env.mix.items() if said and said.keys() <= source.args.keys()]
+    if config.env.id is not None or not fitting:
+        return ""
+    typed = " ".join(f"env.mix.{fitting[0]}.args.{name}={as_override(value)}" for name, value in said.items())
+    return f"{typed} instead of {', '.join(f'env.args.{name}' for name in said)}"
+
 
 groups_fill_the_batch = each_of(
     Refuse(
