@@ -15,6 +15,7 @@ import prl
 from launch.points import Point
 from prl.config.errors import UserError
 from prl.config.search_path import directories, yaml_files
+from prl.runtime.directory.inputs import package_files, package_hash
 from prl.runtime.directory.own_modules import (
     LARGEST_MODULE_BYTES,
     describe_modules,
@@ -25,7 +26,6 @@ from prl.runtime.directory.own_modules import (
 from prl.runtime.process.python_path import FROZEN_RECORD
 
 CONFIGS = "configs"  # copies of the user's own YAML: configs/0 of the first directory, and so on
-SUFFIXES = (".py", ".json", ".jinja", ".txt")
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,8 @@ def freeze_code(sweep_dir: Path, points: Iterable[Point]) -> FrozenCode:
     its plan.json. Raises UserError for a module that is too large to be code.
     """
     package = Path(prl.__file__).parent
-    files = [path for path in files_of(package) if path.suffix in SUFFIXES]
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    files = package_files(package)
+    digest = hashlib.sha256(package_hash(package).encode())
     modules = {name: path for point in points for name, path in find_own_modules(point.config).items()}
     for name, path in modules.items():
         _refuse_too_large(name, path)

@@ -360,18 +360,3 @@ def test_a_sweep_may_set_what_only_a_chosen_group_has(env: str) -> None:
 def test_the_points_of_a_sweep_cannot_share_a_directory() -> None:
     with pytest.raises(ConfigError, match="share one output_dir"):
         compose_points(["seed=1,2", "output_dir=x"], "rl")
-
-
-@pytest.mark.parametrize(
-    ("override", "fix"),
-    [
-        ("output_dir=/tmp/Übung", "'output_dir=\"/tmp/Übung\"'"),
-        ("hydra.searchpath=[/a/ü,/b]", '\'hydra.searchpath=["/a/ü","/b"]\''),
-        ("seed", "write key=value"),
-        ("=", "write key=value"),
-    ],
-)
-def test_what_hydra_cannot_read_is_told_as_it_can(override: str, fix: str) -> None:
-    with pytest.raises(UserError, match="Cannot read the override") as refused:
-        compose([override])
-    assert refused.value.fix.startswith(fix)

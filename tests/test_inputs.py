@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.code_copy import freeze_code
 from launch.states import what_it_needs
 from prl.config import compose
 from prl.planning import make_plan
@@ -52,6 +53,15 @@ def test_what_changed_between_attempts_is_named_and_kept(tmp_path: Path, monkeyp
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert note_changes(record, config, 5) == ["changing_envs"], "compared with the attempt before, not with the first"
+
+
+def test_the_code_of_a_sweeps_copy_is_that_of_the_checkout(tmp_path: Path) -> None:
+    """Else each point that was done from a copy would be one of other code."""
+    recorded = describe_inputs(compose([]))["code"]["prl"]["sha256"]
+    copy = freeze_code(tmp_path, []).path / "prl"
+    assert inputs.package_hash(copy) == recorded
+    (copy / "rl.py").write_text("# edited\n")
+    assert inputs.package_hash(copy) != recorded
 
 
 def test_data_of_fine_tuning_counts(tmp_path: Path) -> None:

@@ -266,6 +266,8 @@ def test_options_may_stand_among_overrides(monkeypatch):
         ('hydra.launcher.setup=[echo "hi" && export A="b"]', 'hydra.launcher.setup=[\'echo "hi" && export A="b"\']'),
         ("slurm.setup=[it's, module load x]", 'slurm.setup=["it\'s","module load x"]'),
         ("name=it's", 'name="it\'s"'),
+        ("output_dir=/tmp/Übung", 'output_dir="/tmp/Übung"'),
+        ("hydra.searchpath=[/a/ü,/b]", 'hydra.searchpath=["/a/ü","/b"]'),
     ],
 )
 def test_quotation_marks_within_words_are_told_with_what_to_type(typed: str, meant: str) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import prl
 from prl.config.schema import RunConfig
 from prl.runtime.directory.files import read_object, replace_file
-from prl.runtime.directory.own_modules import describe_modules, files_of, find_own_modules, hash_of
+from prl.runtime.directory.own_modules import describe_modules, files_of, find_own_modules
 
 WHOLE_BYTES = 64 << 20  # a larger file, or one in a directory, is known by its size, its beginning and its end
 ENDS_BYTES = 256 << 10
+CODE_SUFFIXES = (".py", ".json", ".jinja", ".txt")
 MOST_FILES = 1_000  # of a directory
 
 
@@ -35,9 +36,22 @@ def describe_inputs(config: RunConfig) -> dict[str, dict[str, Any]]:
     }
 
 
+def package_files(package: Path) -> list[Path]:
+    """Of prl, what runs: what the copies of a sweep hold, too, and no README or page."""
+    return [path for path in files_of(package) if path.suffix in CODE_SUFFIXES]
+
+
+def package_hash(package: Path) -> str:
+    """The same for a checkout and for the copies of a sweep."""
+    digest = hashlib.sha256()
+    for path in package_files(package):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 @functools.cache
 def _own_hash() -> str:
-    return hash_of(Path(prl.__file__).parent)
+    return package_hash(Path(prl.__file__).parent)
 
 
 def fingerprint(path: Path) -> str | None:

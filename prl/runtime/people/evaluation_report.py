@@ -29,7 +29,8 @@ def print_evaluation(run_dir: Path) -> None:
         ]
         print("  ".join(cells).rstrip())
     if result["failed_rollouts"]:
-        share = f"{result['failed_rollouts']} of {result['rollouts']}"
+        of = f" of {result['rollouts']}" if "rollouts" in result else ""  # as older versions wrote it
+        share = f"{result['failed_rollouts']}{of}"
         print(f"rollouts that failed, and count as nothing: {share} (failures.jsonl)")
     print(textwrap.fill(result["about"], WIDTH))
     for label, path in (("run", run_dir), ("result", run_dir / RESULT)):

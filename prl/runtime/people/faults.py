@@ -103,9 +103,7 @@ def _of_metrics(run_dir: Path, status: dict[str, Any]) -> list[str]:
             elif status.get("state") == "done" and status["job"] in WRITERS and _last_step(rows) < status["step"]:
                 told = f"{path} ends at step {_last_step(rows)}, and status.json says that step {status['step']} was"
                 found.append(f"{told} reached: it was cut")
-            elif (
-                status.get("state") == "done" and parse_object(lines[-1] if lines else "{}") is None and _is_torn(path)
-            ):
+            elif status.get("state") == "done" and lines and parse_object(lines[-1]) is None and _is_torn(path):
                 found.append(f"{path} was cut: its last line is no whole row")
     return found
 
