@@ -97,6 +97,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "inference.sleep_level": ("rl", ("inference=vllm", "deployment=colocated", "deployment.device=cuda")),
     "inference.control_key_var": ("inference", ()),
+    "inference.served_model": ("eval", ("inference.urls=['http://h:1']",)),
     "inference.router.": ("rl", (*VLLM, "inference.router.type=builtin")),
     "inference.router.url": ("rl", ("inference.router.type=url", "inference.router.url=http://h:1")),
 }  # fmt: skip
