@@ -29,6 +29,7 @@ ANSWER_S = 5.0  # for an answer that takes no work
 LOOK_S = 0.1  # between two looks whether somebody stops who waits for one
 MOST = 1 << 20  # bytes of it
 START = "python -m prl.inference, with inference=vllm for vLLM and our plugin"
+MIDDLEWARE = "--middleware prl.inference.vllm.stock.Leased"  # of a plain `vllm serve`
 
 
 def model_facts(config: RunConfig) -> dict[str, Any]:
@@ -108,7 +109,8 @@ def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> Use
             where="inference.urls",
             why=f"it does not know {LEASE} ({status}): a vLLM without our plugin, or another server with OpenAI's "
             "routes; training samples from the weights of each step",
-            fix=f"start it with our plugin and the run's own model=: {command}",
+            fix=f"start it with our plugin and the run's own model=: {command}; or vllm serve with {MIDDLEWARE} "
+            "(prl/inference/README.md)",
         )
     return UserError(
         f"{url} is no inference engine.",

@@ -1,19 +1,36 @@
 """What vLLM loads into each of its processes: the entry point `prl` of its group `vllm.general_plugins` (setup.py).
 
-It costs a line in a table; the engine is imported by who asks for it by name.
+It costs a line in a table; the engine is imported by who asks for it by name. Where PRL_CONTROL_KEY is set, a plain
+`vllm serve` is to take weights from runs (`stock.py`), and its processes are told from where.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
 
 from prl.inference.vllm.versions import transfer_engine
 from prl.planning.vllm_arguments import BACKEND
+from prl.transport.sources import VARIABLE, WeightSource
+
+KEY = "PRL_CONTROL_KEY"  # the variable that holds the control key of a plain `vllm serve`
 
 
 def register() -> None:
     """Make our weight transfer known to vLLM. May run more than once in a process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
+    lend()
     with contextlib.suppress(ValueError):  # it is registered already
         WeightTransferEngineFactory.register_engine(BACKEND, *transfer_engine())
+
+
+def lend(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have this vLLM's processes, which are yet to start, find the lease where its server will keep it."""
+    if environment.get(KEY) and VARIABLE not in environment:
+        file = Path(tempfile.gettempdir()) / f"prl-lease-{os.getpid()}-{secrets.token_hex(8)}.json"
+        environment.update(WeightSource("filesystem", "/nowhere", "", (), 0.0, str(file)).to_environment())
