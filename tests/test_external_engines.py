@@ -296,6 +296,18 @@ def test_an_unset_key_is_told(monkeypatch) -> None:
         check_engines(compose(ELSEWHERE), "mine", print, lambda: False)
 
 
+@pytest.mark.parametrize(
+    ("value", "what"), [(" ", "is not set or empty"), ("a\nb", "no HTTP header"), ("é", "no HTTP")]
+)
+def test_keys_that_are_none_are_told_before_anything_starts(monkeypatch, value, what) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    for job, more in (("eval", ["inference.urls=[http://h:1]"]), ("rl", []), ("inference", [])):
+        config = compose([f"inference.api_key_var={VARIABLE}", *more], job)
+        with pytest.raises(UserError, match=what) as told:
+            external.check_keys(config.inference)
+        assert f"inference.api_key_var={VARIABLE}" in told.value.render()
+
+
 def test_engines_of_a_run_that_lives_are_not_taken_and_of_one_that_died_are_waited_for() -> None:
     lease = {"run": "other", "host": "h", "renewals": 1, "expires_in_s": 30.0}
     alive = facts(lease=lease)

@@ -8,7 +8,7 @@ import pytest
 from inference_server import CONTROL, TOKEN, running_server
 
 from prl.config.errors import UserError
-from prl.inference.guard import user_key
+from prl.runtime.process.keys import users_key
 
 
 @pytest.fixture(scope="module")
@@ -45,4 +45,4 @@ def test_a_key_variable_without_a_key_is_a_user_error(monkeypatch, value: str | 
     if value is not None:
         monkeypatch.setenv("PRL_TEST_KEY", value)
     with pytest.raises(UserError, match="PRL_TEST_KEY"):
-        user_key("PRL_TEST_KEY")
+        users_key("api_key_var", "PRL_TEST_KEY", "API key of this server")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prl.config import compose
-from prl.orchestrator.batching import build_batches, encode_step, release, staleness
+from prl.orchestrator.batching import MOST_LAGS, build_batches, encode_step, lag_columns, release, staleness
 from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.rollout import FailedRollout, Generation, Group, Rollout, Sample
 from prl.orchestrator.tasks import TaskSampler
@@ -444,3 +444,12 @@ def test_a_conversation_in_pieces_gives_several_documents_with_one_advantage():
     assert batch.loss_docs == 2
     assert set(batch.micro_batches[0].advantages.tolist()) == {0.0, 0.75}
     assert rollout.oldest_version == 3
+
+
+def test_a_bound_that_means_none_costs_nothing() -> None:
+    """Its counts were a list of a thousand million zeros."""
+    assert lag_columns(np.array([0, 2, 2]), 2)["staleness_hist"] == [1, 0, 2]
+    assert len(lag_columns(np.array([70]), 10**9)["staleness_hist"]) == 71
+    assert lag_columns(np.zeros(0, np.int32), 10**9) == {
+        "staleness_mean": 0.0, "staleness_max": 0, "staleness_hist": [0] * (MOST_LAGS + 1),
+    }  # fmt: skip

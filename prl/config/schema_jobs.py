@@ -34,7 +34,7 @@ class OptimConfig(Group):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
-    momentum: Fraction = 0.95  # muon and sgd
+    momentum: Decay = 0.95  # muon and sgd
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
     # in a row, whose loss or gradient norm is not finite and which therefore change nothing; then the run has diverged
     max_skipped_steps: NonNegative = 3

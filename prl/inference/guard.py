@@ -7,15 +7,13 @@ never have. What no list here names is control: so is whatever a later vLLM adds
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from prl.config.errors import UserError
 from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.planning.run_plan import RunPlan
 from prl.runtime.people.for_people import is_open
-from prl.runtime.process.keys import RunKeys, bears
+from prl.runtime.process.keys import RunKeys, bears, users_key
 
 OPEN_ROUTES = ("/health",)
 GENERATING_ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
@@ -38,25 +36,15 @@ def doors_of(plan: RunPlan, keys: RunKeys) -> Doors:
     """Raises UserError when the variable that should hold a key is unset."""
     variable = plan.config.inference.api_key_var
     control: tuple[bytes, ...] = (keys.control.encode(),) if keys.control else ()
-    if plan.config.inference.control_key_var is not None:
-        control += (user_key(plan.config.inference.control_key_var, "control_key_var", "control key").encode(),)
+    if (named := plan.config.inference.control_key_var) is not None:
+        control += (users_key("control_key_var", named, "control key of this server").encode(),)
     if is_open(plan):
         return Doors(None, control)
-    clients = [keys.generate.encode(), *([user_key(variable).encode()] if variable is not None else [])]
+    clients = [keys.generate.encode()]
+    if variable is not None:
+        clients.append(users_key("api_key_var", variable, "API key of this server").encode())
     assert all(clients), "an empty key would let everybody in"
     return Doors(tuple(clients), control)
-
-
-def user_key(variable: str, key: str = "api_key_var", what: str = "API key") -> str:
-    """The key in an environment variable. Raises UserError when it is unset."""
-    if not os.environ.get(variable):
-        raise UserError(
-            f"the environment variable {variable} is not set or empty",
-            where=f"inference.{key}",
-            why=f"it names the variable that holds the {what} of the inference server",
-            fix=f"export {variable}=..., or inference.{key}=null",
-        )
-    return os.environ[variable]
 
 
 def refusal(doors: Doors, path: str, authorization: str, origin: str | None, host: str) -> str | None:

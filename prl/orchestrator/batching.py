@@ -13,6 +13,8 @@ from prl.transport.batch import TrainBatch
 from prl.transport.frames import Message
 from prl.transport.packing import Document, Work, pack_for_ranks
 
+MOST_LAGS = 63  # counted in rows in which none is so large
+
 
 @dataclass
 class EncodedStep:
@@ -35,6 +37,17 @@ def encode_step(
             for sample in rollout.samples:
                 _let_go(sample.routing)
     return EncodedStep([batch.to_message() for batch in batches], staleness(batches), imbalance(batches, work))
+
+
+def lag_columns(lags: np.ndarray, bound: int) -> dict[str, Any]:
+    """Mean, largest and counts (of lag 0, 1, ...) for a step's row of metrics. The counts reach to `bound` at least, so
+    that rows are alike, but not for a bound that only means "none".
+    """
+    return {
+        "staleness_mean": float(lags.mean()) if lags.size else 0.0,
+        "staleness_max": int(lags.max(initial=0)),
+        "staleness_hist": np.bincount(lags, minlength=min(bound, MOST_LAGS) + 1).tolist(),
+    }
 
 
 def release(steps: list[EncodedStep]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from prl.orchestrator.engine_answers import (
 from prl.orchestrator.engine_requests import GENERATE, PAUSE, generate_body, update_steps
 from prl.orchestrator.rollout import Generation
 from prl.planning.vllm_arguments import PREFILL_ONLY
-from prl.runtime.process.keys import RunKeys
+from prl.runtime.process.keys import RunKeys, users_key
 from prl.transport.answers import decode_answer, unframed
 from prl.transport.kinds import HOST_TRANSPORTS
 from prl.transport.weights_lora import ADAPTER, LORA
@@ -70,7 +69,8 @@ class EnginePool:
         """`kinds`: of each replica; None: all prefill and decode by themselves. `processes`: of each replica that hold
         weights, as far as it may be started again; None: one.
         """
-        key = os.environ[config.api_key_var] if config.api_key_var else keys.generate
+        named = config.api_key_var
+        key = users_key("api_key_var", named, "API key of the engines") if named else keys.generate
         self.control = {"Authorization": f"Bearer {keys.control}"}
         self.urls, self.config, self.router = urls, config, router
         self.processes = processes or [1] * len(urls)

@@ -15,7 +15,7 @@ from prl.config.errors import AwayError
 from prl.config.world import takes_turns
 from prl.metrics.mfu import document_flops
 from prl.metrics.reader import read_rows
-from prl.orchestrator.batching import EncodedStep, encode_step, release
+from prl.orchestrator.batching import EncodedStep, encode_step, lag_columns, release
 from prl.orchestrator.checkpointing import Checkpointing
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_watch import EngineWatch
@@ -460,13 +460,10 @@ class Orchestrator:
 
     def _log_step(self, groups: StepGroups, encoded: EncodedStep, waited_s: float, since_last_s: float) -> None:
         finished, held_s = [r for g in groups.groups for r in g.finished], self.loop_watch.take()
-        lags = encoded.lags
         row: dict[str, Any] = {
             "reward": float(np.mean(groups.sampled_rewards)),
             "reward_std": float(np.std(groups.sampled_rewards)),
-            "staleness_mean": float(lags.mean()) if lags.size else 0.0,
-            "staleness_max": int(lags.max(initial=0)),
-            "staleness_hist": np.bincount(lags, minlength=self.config.algo.max_off_policy_steps + 1).tolist(),
+            **lag_columns(encoded.lags, self.config.algo.max_off_policy_steps),
             "dropped_stale": groups.dropped_stale,
             "dropped_stale_rollouts": groups.dropped_stale_rollouts,
             "dropped_stale_requests": groups.dropped_stale_requests,

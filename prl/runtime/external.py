@@ -20,6 +20,7 @@ from prl.config.keys import as_override
 from prl.config.point import UNTRAINED
 from prl.config.schema import InferenceConfig, RunConfig
 from prl.runtime.directory.files import parse_object
+from prl.runtime.process.keys import users_key
 
 LEASE = "/lease"
 RUN_HEADER = "X-Prl-Run"  # of every request of a run to engines that are not its own
@@ -45,24 +46,20 @@ def model_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def check_keys(inference: InferenceConfig) -> None:
+    """Raises UserError for a variable that is to hold a key, and does not here."""
+    for key, name in (("api_key_var", inference.api_key_var), ("control_key_var", inference.control_key_var)):
+        if name is not None:
+            users_key(key, name, f"{'API' if key == 'api_key_var' else 'control'} key of the engines")
+
+
 def keys_of(inference: InferenceConfig) -> tuple[str, str]:
     """Keys for sampling and for control. Raises UserError for variables that are unset."""
     assert inference.control_key_var is not None, "a rule asks for it"
-    control = _variable("control_key_var", inference.control_key_var, "control key of the engines (RUN/control_key)")
+    control = users_key("control_key_var", inference.control_key_var, "control key of the engines (RUN/control_key)")
     if inference.api_key_var is None:
         return control, control
-    return _variable("api_key_var", inference.api_key_var, "API key of the engines (RUN/api_key)"), control
-
-
-def _variable(key: str, name: str, what: str) -> str:
-    if value := os.environ.get(name, "").strip():
-        return value
-    raise UserError(
-        f"the environment variable {name} is not set or empty",
-        where=f"inference.{key}={name}",
-        why=f"it holds the {what}",
-        fix=f"export {name}=...",
-    )
+    return users_key("api_key_var", inference.api_key_var, "API key of the engines (RUN/api_key)"), control
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

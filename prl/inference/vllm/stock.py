@@ -19,6 +19,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.platforms import current_platform
 
@@ -90,14 +91,13 @@ class AsClient:
 
     def __init__(self, app: ASGIApp, doors: Doors) -> None:
         assert doors.clients
-        self.app, self.doors, self.header = app, doors, (b"authorization", b"Bearer " + doors.clients[0])
+        self.app, self.doors, self.bearer = app, doors, f"Bearer {doors.clients[0].decode()}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = scope.get("headers", ())
-        held = next((value.decode("latin-1") for name, value in headers if name == b"authorization"), "")
-        if bears(held, self.doors.control):
-            rest = [(name, value) for name, value in headers if name != b"authorization"]
-            scope = {**scope, "headers": [*rest, self.header]}
+        if scope["type"] == "http" and bears(Headers(scope=scope).get("authorization", ""), self.doors.control):
+            headers = MutableHeaders(raw=list(scope["headers"]))
+            headers["authorization"] = self.bearer
+            scope = {**scope, "headers": headers.raw}
         await self.app(scope, receive, send)
 
 

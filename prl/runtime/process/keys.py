@@ -6,9 +6,12 @@ They come into being with the process tree, reach a child through its stdin, and
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+
+from prl.config.errors import UserError
 
 BITS = 128
 
@@ -38,6 +41,22 @@ HELD_BY = {
 
 def make_keys() -> RunKeys:
     return RunKeys(**{field.name: secrets.token_hex(BITS // 8) for field in fields(RunKeys)})
+
+
+def users_key(key: str, name: str, what: str) -> str:
+    """The user's own, in the environment variable that `inference.KEY` names. Raises UserError where it holds none, or
+    what a header of HTTP cannot carry.
+    """
+    value = os.environ.get(name, "").strip()
+    if value and value.isascii() and value.isprintable():
+        return value
+    raise UserError(
+        f"the environment variable {name} "
+        + ("holds what no HTTP header can carry" if value else "is not set or empty"),
+        where=f"inference.{key}={name}",
+        why=f"it holds the {what}" + (", which is sent as letters, digits and signs of ASCII" if value else ""),
+        fix=f"export {name}=..." + ("" if value else f", or inference.{key}=null where none is needed"),
+    )
 
 
 def bears(authorization: str, keys: Iterable[bytes]) -> bool:
