@@ -229,6 +229,41 @@ def test_nobody_at_all_is_told_with_the_urls() -> None:
             assert ask(f"{url},{other}") == [f"{url}: no answer; the run takes it in when it comes"]
 
 
+@pytest.mark.parametrize("job", ["rl", "eval"])
+def test_who_is_started_with_a_run_is_waited_for(job) -> None:
+    """One of several is enough for a run that trains; a name that is none is nobody's to wait for."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    said: list[str] = []
+
+    def listen() -> None:
+        time.sleep(0.5)
+        with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))) as late:
+            over.wait(20)
+            del late
+
+    def wait(urls: str, seconds: float) -> float:
+        keys = [ELSEWHERE[1]] if job == "rl" else []
+        config = compose([f"inference.urls=[{urls}]", *keys, f"deployment.start_timeout_s={seconds}"], job)
+        began = time.monotonic()
+        external.await_listeners(config, said.append, lambda: False)
+        return time.monotonic() - began
+
+    over, thread = threading.Event(), threading.Thread(target=listen)
+    thread.start()
+    try:
+        assert 0.3 < wait(url, 20) < 10
+        assert said == [f"{url}: nobody listens there yet; waiting, 20 s at most (deployment.start_timeout_s)"]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            assert (wait(f"{url},http://127.0.0.1:{free.getsockname()[1]}", 1) < 0.9) == (job == "rl")
+        assert wait("http://no-such-host.invalid:80", 20) < 10
+    finally:
+        over.set()
+        thread.join()
+
+
 @contextlib.contextmanager
 def saying(first: bytes, then: bytes = b"", times: int = 0):
     """Who takes connections and says this, and then something every 0.1 s. Yields its URL."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import socket
 import threading
 import time
 import urllib.error
@@ -255,6 +256,39 @@ def command_of(url: str, inference: InferenceConfig, config: RunConfig | None = 
 
 
 # --- before anything starts -------------------------------------------------------------------------------------------
+
+
+def await_listeners(config: RunConfig, note: Callable[[str], None], stopped: Callable[[], bool]) -> None:
+    """Until somebody listens at each address (of a run that trains: at one, for it takes others in later), as long as
+    engines of its own would have: who starts both at once, or a vLLM that binds its port when its model is loaded, is
+    waited for. Who is still not there is told by who asks it next.
+    """
+    deadline, told = time.monotonic() + config.deployment.start_timeout_s, set[str]()
+    while not stopped():
+        closed = [url for url in config.inference.urls if not _listens(url)]
+        enough = len(closed) < len(config.inference.urls) if config.job == "rl" else not closed
+        if enough or time.monotonic() >= deadline:
+            return
+        for url in closed:
+            if url not in told:
+                told.add(url)
+                note(
+                    f"{url}: nobody listens there yet; waiting, {config.deployment.start_timeout_s:.0f} s at most "
+                    "(deployment.start_timeout_s)"
+                )
+        time.sleep(LOOK_S)
+
+
+def _listens(url: str) -> bool:
+    """Or will never: a name that is none, for which nobody waits."""
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=ANSWER_S):
+            return True
+    except socket.gaierror:
+        return True
+    except OSError:
+        return False
 
 
 def check_engines(config: RunConfig, run_id: str, note: Callable[[str], None], stopped: Callable[[], bool]) -> None:

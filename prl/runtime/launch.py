@@ -27,7 +27,7 @@ from prl.runtime.directory.inputs import note_changes
 from prl.runtime.directory.rundir import ENV, RunDir, claim, is_locked
 from prl.runtime.directory.status_file import State, StatusFile, read_status
 from prl.runtime.evaluated import why_outdated
-from prl.runtime.external import check_engines, check_keys
+from prl.runtime.external import await_listeners, check_engines, check_keys
 from prl.runtime.nodes.remote import Nodes, has_no_agents
 from prl.runtime.nodes.seats import Seat, starter_of
 from prl.runtime.people.progress import Progress
@@ -184,6 +184,8 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
             status.update(state=state, failure=failure.to_status() if failure else None)
             return Outcome(state, resume_step, failure)
         check_keys(config.inference)
+        if config.inference.urls:
+            await_listeners(config, home.progress.note, lambda: home.signals.count > 0)
         if config.inference.urls and config.job != "eval":
             check_engines(config, run_dir.run_id, home.progress.note, lambda: home.signals.count > 0)
         init_model_path, ended = _initial_model(plan, path, home, status)
