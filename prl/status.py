@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.console import console_error, leave_interrupted, leave_told, one_line, shield_console
-from prl.config.errors import UserError
+from prl.config.errors import UTF8, UserError, is_unread
 from prl.config.place_names import a_path
 from prl.metrics.held_out import lost_in
 from prl.runtime.agent import read_attempts, read_plan
@@ -66,7 +66,8 @@ def show(directory: Path, follow: bool) -> None:
         text, alive = render(directory)
         if not text:
             refuse_unreadable(directory)
-            print(one_line(f"no run in {directory}"), file=sys.stderr)
+            unread = f": this locale does not know its letters; {UTF8}" if is_unread(str(directory)) else ""
+            print(one_line(f"no run in {directory}{unread}"), file=sys.stderr)
             sys.exit(2)
         clear = "\x1b[2J\x1b[H" if follow and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)

@@ -1,5 +1,6 @@
 """Bad configurations: all problems at once, each with its fix."""
 
+import os
 import re
 
 import pytest
@@ -61,6 +62,14 @@ def test_keys_below_nodes_that_take_any_are_told_as_they_are_typed(said: list[st
     (problem,) = problems(said)
     assert problem.where == where
     assert problem.fix.startswith(fix)
+
+
+def test_letters_that_the_locale_does_not_know_are_told_as_such() -> None:
+    """As the system hands them to a process whose locale is C."""
+    unread = os.fsdecode("outputs/ünï".encode()).encode().decode("ascii", "surrogateescape")
+    (problem,) = problems([f'output_dir="{unread}"'])
+    assert "locale" in problem.why
+    assert "PYTHONUTF8=1" in problem.fix
 
 
 def test_a_choice_as_the_value_of_its_node_is_told_with_its_group() -> None:

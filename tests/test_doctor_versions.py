@@ -1,11 +1,14 @@
-"""`python -m prl.doctor`: pairs of installed packages that do not go together."""
+"""`python -m prl.doctor`: pairs of installed packages that do not go together; places that are none."""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 
 import pytest
 
+from prl.doctor import probe_disk
 from prl.doctor.facts import Facts
 from prl.doctor.judging import judge_conflicts
 from prl.doctor.versions import Installed, conflicts
@@ -61,3 +64,16 @@ def test_pairs_that_do_not_go_together_are_named(case: str) -> None:
         assert re.search(expected, told[0]), told
     else:
         assert not told
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "nothing/yet"])
+def test_a_place_behind_a_file_is_not_measured_as_the_folder_above(tmp_path, place, capsys, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(probe_disk, "speed", lambda path: {"write_mb_s": 1.0})
+    monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path / place)])
+    probe_disk.main()
+    told = json.loads(capsys.readouterr().out)
+    assert ("write_mb_s" in told) == (place == "nothing/yet")
+    if place != "nothing/yet":
+        assert told["error"] == "Not a directory"
+        assert told["directory"] == str(tmp_path / "file")

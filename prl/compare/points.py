@@ -13,7 +13,7 @@ from typing import Any
 from prl.compare.curves import ROLES, Curves, make_curves
 from prl.compare.hours import PaidHours, read_paid_hours
 from prl.config.console import one_line
-from prl.config.errors import UserError
+from prl.config.errors import UTF8, UserError, is_unread
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import find_directories, read_object
 from prl.runtime.directory.inputs import hashes_in
@@ -88,8 +88,10 @@ def read_directory(target: Path, silent: Mapping[str, tuple[str, str]] | None = 
         raise UserError(
             f"there is no run in {target}",
             where=str(target),
-            why="a run is a directory with a plan.json, at any depth",
-            fix="name the directory of a sweep, say outputs/sweeps/NAME",
+            why="this locale does not know the letters of its name"
+            if is_unread(str(target))
+            else "a run is a directory with a plan.json, at any depth",
+            fix=UTF8 if is_unread(str(target)) else "name the directory of a sweep, say outputs/sweeps/NAME",
         )
     return points
 

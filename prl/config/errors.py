@@ -9,6 +9,14 @@ from prl.config.console import one_line
 PLACEHOLDER = re.compile(r"=(.*(\b[A-Z]{4,}\b|DIRECTORY|HOST:PORT)|N$|\.\.\.$|/path/)")
 
 
+UTF8 = "PYTHONUTF8=1 before the command, or a locale that knows them: export LC_ALL=C.UTF-8"
+
+
+def is_unread(text: str) -> bool:
+    """Whether bytes of it were no letters in this process's locale (PEP 383): those beyond ASCII with LC_ALL=C."""
+    return any("\udc80" <= letter <= "\udcff" for letter in text)
+
+
 def is_override(word: str) -> bool:
     """Whether a word of a remedy can be pasted as it is: key=value, and no NAME or /path/ to put something in for."""
     return re.match(r"[+~]{0,2}[\w./@]+=\S", word) is not None and PLACEHOLDER.search(word) is None

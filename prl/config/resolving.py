@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from prl.config.auto_card import complete_card
 from prl.config.chosen import said_by_user
-from prl.config.errors import ConfigError, UserError
+from prl.config.errors import UTF8, ConfigError, UserError, is_unread
 from prl.config.evaluated import take_model
 from prl.config.keys import as_override, field_of, is_group, schema_keys
 from prl.config.locate import config_groups
@@ -171,6 +171,10 @@ def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
         whole = as_override(items[0]["input"])
         expected = f"it has {len(items[0]['input'])} of {len(items[0]['input']) + len(items)} elements"
         return UserError(f"{key}={whole} is not valid.", where=key, why=expected, fix=_suggest(key, items, job))
+    if any(isinstance(item["input"], str) and is_unread(item["input"]) for item in items):
+        return UserError(
+            f"{key}={items[0]['input']} is not valid.", where=key, why="this locale does not know its letters", fix=UTF8
+        )
     what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."
     return UserError(what, where=key, why="it is required" if missing else expected, fix=_suggest(key, items, job))
 

@@ -6,6 +6,7 @@ Nothing stays behind. The directory need not exist: the nearest one above it tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -28,9 +29,9 @@ NETWORK = frozenset((  # types in /proc/self/mountinfo
 
 
 def nearest(path: Path) -> Path:
-    """The directory itself, or the first above it that is there."""
+    """The directory itself, or the first above it that is there: what is there and no directory is told for itself."""
     path = path.expanduser().absolute()
-    while not path.is_dir() and path != path.parent:
+    while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
 
@@ -110,6 +111,8 @@ def main() -> None:
         found["type"] = file_system(directory.resolve(), Path("/proc/self/mountinfo").read_text())
     found["network"] = found.get("type") in NETWORK
     try:
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         with scratch(directory) as path:
             found |= speed(path) | {"locks": locks_hold(path)}
     except OSError as error:
