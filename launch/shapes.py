@@ -11,6 +11,7 @@ from launch.settings import LauncherSettings
 from prl.config.errors import ConfigError, UserError
 from prl.config.rules.external import on_loopback
 from prl.config.schema import SlurmConfig
+from prl.runtime.external import asked_servers
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,15 @@ class Batch:
 
 def refuse_loopback_engines(points: list[Point]) -> None:
     """Engines that run already, and that only this machine reaches. Raises ConfigError."""
-    near = {url: None for point in points for url in on_loopback(point.plan.config.inference.urls)}
+    near = {url: None for point in points for urls in asked_servers(point.plan.config) for url in on_loopback(urls)}
     if near:
         raise ConfigError(
             [
                 UserError(
                     f"A job on a node does not reach {url}.",
-                    where="inference.urls, hydra/launcher=slurm",
+                    where="inference.urls, algo.teacher.urls, hydra/launcher=slurm",
                     why="on the node, loopback is the node itself",
-                    fix="the address of the engine's host (it is started with inference.host=0.0.0.0), or "
+                    fix="the address of the server's host (it is started with inference.host=0.0.0.0, or --host), or "
                     "hydra/launcher=local",
                 )
                 for url in near

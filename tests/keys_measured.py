@@ -5,6 +5,17 @@ given its value.
 """
 
 MEASURED = {
+    "algo.adv_tau": "test_distillation.py::test_groups_without_signal_in_rewards_are_learnt_from",
+    "algo.teacher.api_key_var": (
+        "test_distillation.py::test_a_policy_comes_closer_to_its_teacher_and_a_teacher_that_dies_costs_no_step"
+    ),
+    "algo.teacher.served_model": (
+        "test_distillation.py::test_another_tokenizer_and_a_short_context_are_told_before_anything_is_sampled"
+    ),
+    "algo.teacher.tau": ("test_distillation.py::test_each_token_is_told_how_much_more_probable_it_is_to_the_teacher"),
+    "algo.teacher.urls": (
+        "test_distillation.py::test_a_policy_comes_closer_to_its_teacher_and_a_teacher_that_dies_costs_no_step"
+    ),
     "algo.advantage": "test_keys_orchestrator.py::test_advantages_are_those_asked_for",
     "algo.batch_size": "test_keys_orchestrator.py::test_a_batch_is_of_so_many_groups_of_so_many_rollouts",
     "algo.entropy_coef": "test_keys_trainer.py::test_entropy_coef_adds_the_gradient_of_the_entropy",

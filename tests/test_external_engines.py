@@ -136,10 +136,10 @@ def test_a_lease_that_two_addresses_grant_alike_is_one_engine() -> None:
 @pytest.mark.parametrize(
     ("routes", "what", "remedy"),
     [
-        ({"/v1/models": (200, {"data": []})}, "evaluation and distillation only", "python -m prl.inference"),
+        ({"/v1/models": (200, {"data": []})}, "evaluation, and as a teacher, only", "python -m prl.inference"),
         (
             {"/v1/models": (401, {})},
-            "evaluation and distillation only",
+            "evaluation, and as a teacher, only",
             f"inference.control_key_var={VARIABLE}; or with vLLM and our plugin, by inference=vllm in both commands",
         ),
         ({}, "is no inference engine", "address of an engine"),
@@ -339,7 +339,7 @@ def test_keys_that_are_none_are_told_before_anything_starts(monkeypatch, value, 
     for job, more in (("eval", ["inference.urls=[http://h:1]"]), ("rl", []), ("inference", [])):
         config = compose([f"inference.api_key_var={VARIABLE}", *more], job)
         with pytest.raises(UserError, match=what) as told:
-            external.check_keys(config.inference)
+            external.check_keys(config)
         assert f"inference.api_key_var={VARIABLE}" in told.value.render()
 
 

@@ -45,4 +45,4 @@ def test_a_key_variable_without_a_key_is_a_user_error(monkeypatch, value: str | 
     if value is not None:
         monkeypatch.setenv("PRL_TEST_KEY", value)
     with pytest.raises(UserError, match="PRL_TEST_KEY"):
-        users_key("api_key_var", "PRL_TEST_KEY", "API key of this server")
+        users_key("inference.api_key_var", "PRL_TEST_KEY", "API key of this server")

@@ -78,6 +78,7 @@ def test_a_run_trains_on_a_plain_server(tmp_path: Path) -> None:
                      "inference.api_key_var=PRL_TEST_CLIENT", "model=auto", f"model.path={model}",
                      "model.dtype=float32",
                      "inference.max_model_len=256", "seq_len=256", "algo=sync", *UNEVALUATED, "max_steps=3",
+                     "ckpt.export_hf=true",
                      "deployment.device=cpu", "debug.num_threads=1", f"output_dir={out_dir}"]  # fmt: skip
         done = run(arguments, tmp_path, env=env)
         assert done.code == 0, done.output
@@ -85,6 +86,16 @@ def test_a_run_trains_on_a_plain_server(tmp_path: Path) -> None:
         assert len(kl) == 3
         assert max(kl) < 1e-9  # an update that is lost is 1e-3: prl/inference/vllm/README.md
         assert ask(url + LEASE, CONTROL)[1]["lease"] is None
+        # as a teacher it has the last run's weights, and the policy that begins with them is no other
+        taught = ["algo=distill", f"algo.teacher.urls=[{url}]", "algo.teacher.api_key_var=PRL_TEST_CLIENT",
+                  "model=auto",
+                  f"model.path={out_dir / 'export'}", "model.dtype=float32", "inference.max_model_len=255",
+                  "seq_len=255", *UNEVALUATED, "max_steps=1", "deployment.device=cpu", "debug.num_threads=1",
+                  f"output_dir={tmp_path / 'taught'}"]  # fmt: skip
+        done = run(taught, tmp_path, env=env)
+        assert done.code == 0, done.output
+        (first,) = [row["teacher_kl"] for row in rows(tmp_path / "taught", "orchestrator") if "teacher_kl" in row]
+        assert abs(first) < 1e-5
         assert ask(url + "/is_paused", CONTROL) == (200, {"is_paused": False})
     finally:
         family = [server, *psutil.Process(server.pid).children(recursive=True)] if server.poll() is None else []

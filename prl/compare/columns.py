@@ -10,7 +10,11 @@ from prl.config.console import one_line
 from prl.config.point import NOT_IDENTITY
 
 ABSENT = "-"
-VARIABLES = {"inference.api_key_var", "inference.control_key_var"}  # names of variables, which change nothing
+VARIABLES = {
+    "inference.api_key_var",
+    "inference.control_key_var",
+    "algo.teacher.api_key_var",
+}  # names of variables, which change nothing
 SEED = "seed"
 MODULES = "modules"  # of the user's own: edited between two submissions, they make other runs of the same words
 MOST_COLUMNS = 12  # with what was not swept; a note names the others

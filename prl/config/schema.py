@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from prl.config.schema_fields import (
     Devices,
+    EngineUrl,
     Fraction,
     Group,
     Nodes,
@@ -28,6 +29,7 @@ from prl.config.schema_fields import (
     Seed,
     Silence,
     Threads,
+    VariableName,
 )
 from prl.config.schema_inference import (
     GREEDY_BELOW,
@@ -188,6 +190,15 @@ class EnvConfig(Group):
     reward_timeout_s: Seconds = 10.0
 
 
+class TeacherConfig(Group):
+    """`algo.teacher`: on-policy distillation from servers that run already."""
+
+    urls: tuple[EngineUrl, ...] = ()
+    served_model: str | None = None  # of what they list, by its id there
+    api_key_var: VariableName | None = None  # name of the environment variable that holds their API key
+    tau: NonNegativeFloat = 1.0  # weight of log p_teacher - log p_policy among each token's advantage
+
+
 class AlgoConfig(Group):
     """Group `algo`: advantages, loss, staleness, batch composition."""
 
@@ -200,6 +211,8 @@ class AlgoConfig(Group):
     filter_zero_signal: bool = True  # drop and replace groups whose advantages are all zero
     # per group of a batch, groups replaced for lack of signal; then they are kept
     max_replacement_ratio: NonNegativeFloat = 1.0
+    adv_tau: NonNegativeFloat = 1.0  # weight of what follows from rewards among each token's advantage
+    teacher: TeacherConfig = TeacherConfig()
     loss: Literal["masked_importance", "ppo_clip", "gspo", "cispo"] = "masked_importance"
     mask_low: PositiveFloat = 0.2
     mask_high: PositiveFloat = 0.2

@@ -250,8 +250,9 @@ class TorchEngine:
         sequence.epoch = self._epoch_of(sequence)
         tokens = sequence.token_ids
         source, found = (-1, 0)
-        # the routing of cached tokens is not kept, so recording it takes forwarding the whole prompt
-        if self.config.prefix_caching and not self.config.return_routed_experts:
+        # routing and logits of cached tokens are not kept, so telling them takes forwarding the whole prompt
+        tells_all = self.config.return_routed_experts or sequence.request.params.prompt_logprobs is not None
+        if self.config.prefix_caching and not tells_all:
             source, found = self.cache.find(self._namespace(sequence), tokens[:-1])  # one must be left to forward
         self.stats.prefix_queries += len(tokens)
         self.stats.prefix_hits += found
@@ -265,11 +266,12 @@ class TorchEngine:
 
     def _prefill(self, admitted: list[Sequence]) -> list[Sequence]:
         """Forward all new tokens of the admitted sequences, sample one token each."""
-        row_of: dict[tuple[str, tuple[int, ...]], int] = {}
+        row_of: dict[tuple[str, int | None, tuple[int, ...]], int] = {}
         lead: list[Sequence] = []
         rows: list[int] = []
         for sequence in admitted:  # the same prompt is computed once, then copied
-            key = (sequence.request.cache_salt, tuple(sequence.token_ids))
+            params = sequence.request.params
+            key = (sequence.request.cache_salt, params.prompt_logprobs, tuple(sequence.token_ids))
             if row_of.setdefault(key, len(lead)) == len(lead):
                 lead.append(sequence)
             rows.append(row_of[key])
@@ -292,6 +294,7 @@ class TorchEngine:
             self.stats.prompt_tokens += sequence.num_prompt
             sequence.cached = sequence.cached if sequence is leader else length
         sequence.computed = length
+        sequence.prompt_logprobs = leader.prompt_logprobs
         if routed is not None:
             sequence.routed = [routed]
         if self.config.prefix_caching:  # findable by later requests while it runs

@@ -25,6 +25,7 @@ from prl.models.layers.decoder import Decoder
 from prl.models.layers.hybrid import HybridAttend
 
 SHORTEST_CLASS = 64  # prompts up to this length are padded together
+SCORED_AT_ONCE = 256  # tokens of a prompt, each of which has logits for the whole vocabulary
 VIEW_OVERHEAD = 1.25  # computing a few idle slots beats copying the keys and values of the busy ones
 
 
@@ -124,8 +125,22 @@ def prefill(
             padded = [PaddedRows(c.flat, c.row, c.column, c.slots, c.new, c.cached > 0) for c in classes]
             attend = HybridAttend(attend, cache.states.prefill(padded))
     hidden = model(input_ids, positions, attend, recorder=recorder)
+    starts = np.cumsum([0, *lengths])
+    for sequence, start in zip(sequences, starts, strict=False):
+        if sequence.request.params.prompt_logprobs is not None:
+            sequence.prompt_logprobs = _of_prompt(model, hidden[start:], sequence.request.prompt_ids)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
     return model.logits(hidden[ends]), routing_pieces(recorder, lengths, model.card)
+
+
+def _of_prompt(model: Decoder, hidden: Tensor, prompt_ids: list[int]) -> list[float]:
+    """Log-probability of each token but the first, at temperature 1; `hidden` [N, H] begins with the prompt's."""
+    found: list[float] = []
+    targets = torch.tensor(prompt_ids[1:], device=hidden.device)
+    for piece, wanted in zip(hidden[: len(targets)].split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
+        logits = model.logits(piece).float()
+        found += (logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
+    return found
 
 
 def routing_pieces(recorder: RoutingRecorder | None, lengths: list[int], card: ModelCard) -> list[np.ndarray]:

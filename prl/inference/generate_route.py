@@ -28,6 +28,8 @@ def add_generate_route(app: web.Application, worker: EngineWorker, model_name: s
             "usage": usage(request, sequences),
             "choices": [choice(s, config.return_routed_experts) for s in sequences],
         }
+        if request.params.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = told_of_prompt(request, sequences[0])
         if body.get("return_token_ids"):
             reply["prompt_token_ids"] = request.prompt_ids
         return web.Response(body=InPieces(encode_answer(reply))) if request.params.frames else web.json_response(reply)
@@ -72,6 +74,12 @@ def choice(sequence: Sequence, with_routing: bool) -> dict[str, Any]:
         "weight_versions": sequence.version_spans(),
         **({"kept_tokens": KeptTokens.of_sets(sequence.kept).to_json()} if params.kept_tokens else {}),
     }
+
+
+def told_of_prompt(request: Request, sequence: Sequence) -> list[dict[str, Any] | None]:
+    """As vLLM has it: nothing of the first token, of each other one an object by its id."""
+    told = zip(request.prompt_ids[1:], sequence.prompt_logprobs, strict=True)
+    return [None, *({str(token): {"logprob": p, "rank": None, "decoded_token": None}} for token, p in told)]
 
 
 def encode_routing(routed: np.ndarray | None) -> str | None:

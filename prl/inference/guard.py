@@ -37,12 +37,12 @@ def doors_of(plan: RunPlan, keys: RunKeys) -> Doors:
     variable = plan.config.inference.api_key_var
     control: tuple[bytes, ...] = (keys.control.encode(),) if keys.control else ()
     if (named := plan.config.inference.control_key_var) is not None:
-        control += (users_key("control_key_var", named, "control key of this server").encode(),)
+        control += (users_key("inference.control_key_var", named, "control key of this server").encode(),)
     if is_open(plan):
         return Doors(None, control)
     clients = [keys.generate.encode()]
     if variable is not None:
-        clients.append(users_key("api_key_var", variable, "API key of this server").encode())
+        clients.append(users_key("inference.api_key_var", variable, "API key of this server").encode())
     assert all(clients), "an empty key would let everybody in"
     return Doors(tuple(clients), control)
 

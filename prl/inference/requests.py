@@ -72,11 +72,16 @@ def parse_generate(body: dict[str, Any], model_name: str, max_model_len: int) ->
     sampling = {} if sampling is None else sampling
     if not isinstance(sampling, dict):
         raise ValueError("sampling_params must be an object")
-    return make_request(body, token_ids, sampling, model_name, max_model_len)
+    return make_request(body, token_ids, sampling, model_name, max_model_len, (*_INTEGERS, "prompt_logprobs"))
 
 
 def make_request(
-    body: dict[str, Any], prompt_ids: list[int], sampling: dict[str, Any], model_name: str, max_model_len: int
+    body: dict[str, Any],
+    prompt_ids: list[int],
+    sampling: dict[str, Any],
+    model_name: str,
+    max_model_len: int,
+    integers: tuple[str, ...] = _INTEGERS,
 ) -> Request:
     """What all generating routes share. Without max_tokens a completion may fill the context. Raises ValueError."""
     if body.get("model") not in (None, model_name):
@@ -88,7 +93,7 @@ def make_request(
     priority = _integer(body.get("priority") or 0, "priority")
     check_number("priority", priority)
     sampling = {"max_tokens": max(max_model_len - len(prompt_ids), 1), **_present(sampling)}
-    params = parse_sampling(sampling)
+    params = parse_sampling(sampling, integers)
     if params.routing_start > len(prompt_ids):
         raise ValueError(
             f"routing_start={params.routing_start} is behind the prompt, which has {len(prompt_ids)} tokens"
@@ -102,14 +107,14 @@ def make_request(
     )
 
 
-def parse_sampling(raw: dict[str, Any]) -> SamplingParams:
+def parse_sampling(raw: dict[str, Any], integers: tuple[str, ...] = _INTEGERS) -> SamplingParams:
     """vLLM's sampling_params. Raises ValueError naming everything that this engine does not have."""
     values: dict[str, Any] = {}
     foreign = []
     for key, value in _present(raw).items():
         if key in _NUMBERS:
             values[key] = _number(value, key)
-        elif key in _INTEGERS:
+        elif key in integers:
             values[key] = _integer(value, key)
         elif key == "stop_token_ids":
             values[key] = tuple(integer_list(value, key))

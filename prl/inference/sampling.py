@@ -45,6 +45,7 @@ class SamplingParams:
     kept_tokens: bool = False  # say from which entries of the vocabulary each token was drawn
     frames: bool = False  # answer as `prl.transport.answers` has it
     routing_start: int = 0  # leave out the experts of so many tokens
+    prompt_logprobs: int | None = None  # 0: of each token of the prompt, given those before it
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,6 +67,11 @@ class SamplingParams:
             raise ValueError(f"min_tokens must be at most max_tokens, which is {self.max_tokens}")
         if self.logprobs not in (None, 0):
             raise ValueError("logprobs must be 0 or absent: the built-in engine keeps the sampled token's only")
+
+        if self.prompt_logprobs not in (None, 0):
+            raise ValueError(
+                "prompt_logprobs must be 0 or absent: the built-in engine tells those of the prompt's tokens"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -38,6 +38,7 @@ class Sequence:
     versions: list[str] = field(default_factory=list)  # weight version of each sampled token
     routed: list[np.ndarray] = field(default_factory=list)  # [tokens, L, K] uint8 or uint16 pieces, in token order
     kept: list[np.ndarray] = field(default_factory=list)  # of each sampled token, if asked: ids it was drawn from
+    prompt_logprobs: list[float] = field(default_factory=list)  # of the prompt's tokens but the first, if asked
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None  # what it failed of, where finish_reason is "error"

@@ -98,7 +98,7 @@ def to_document(sample: Sample, rollout: Rollout, seq_len: int) -> Document:
         input_ids=np.asarray(sample.input_ids)[cut],
         loss_mask=loss_mask,
         logp_infer=np.asarray(sample.logp_infer)[cut],
-        advantages=np.where(loss_mask, np.float32(rollout.advantage), np.float32(0)),
+        advantages=sample.advantages(rollout.advantage)[cut],
         versions=np.asarray(sample.versions)[cut],
         routed_experts=sample.routed_experts(len(loss_mask)),
         kept=None if sample.kept is None else sample.kept.fit(len(loss_mask)),

@@ -29,7 +29,7 @@ class EngineError(RuntimeError):
 
     def __init__(self, message: str, status: int = 0, lost: bool = False, said: str = "", why: str = "") -> None:
         super().__init__(message)
-        self.why = why or message
+        self.why, self.status = why or message, status
         # by an engine in good health, and asked again it would say the same
         self.refused = 400 <= status < 500 or (status == 500 and is_engines_own(said))
         self.lost = lost  # the connection, or the answer: nobody knows whether the engine did what it was asked for

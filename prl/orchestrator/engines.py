@@ -70,7 +70,7 @@ class EnginePool:
         weights, as far as it may be started again; None: one.
         """
         named = config.api_key_var
-        key = users_key("api_key_var", named, "API key of the engines") if named else keys.generate
+        key = users_key("inference.api_key_var", named, "API key of the engines") if named else keys.generate
         self.control = {"Authorization": f"Bearer {keys.control}"}
         self.urls, self.config, self.router = urls, config, router
         self.processes = processes or [1] * len(urls)

@@ -129,7 +129,7 @@ class KeptRollouts:
             "versions": sorted({v for s in rollout.samples for v in s.versions if v >= 0}),
             "metrics": rollout.metrics,
             "messages": rollout.messages,
-            "samples": [_sample_row(sample) for sample in rollout.samples] if has_tokens else [],
+            "samples": [_sample_row(sample, rollout.advantage) for sample in rollout.samples] if has_tokens else [],
         }
 
 
@@ -154,8 +154,10 @@ def _extremes(rewards: list[float], wanted: int, rng: random.Random) -> list[int
     return [order[0], order[-1], *rng.sample(order[1:-1], wanted - 2)]
 
 
-def _sample_row(sample: Sample) -> dict[str, Any]:
+def _sample_row(sample: Sample, advantage: float) -> dict[str, Any]:
+    own = {} if sample.bonus is None else {"advantages": np.asarray(sample.advantages(advantage))}
     return {
+        **{key: files.pack(values[np.asarray(sample.loss_mask).view(bool)], "f") for key, values in own.items()},
         "document": files.document_name(sample.input_ids),
         "input_ids": files.pack(sample.input_ids, "i"),
         "logp": files.pack(_masked(sample.logp_infer, sample.loss_mask), "f"),  # of sampled tokens alone

@@ -9,13 +9,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
 from prl.config.errors import AwayError
 from prl.config.world import takes_turns
 from prl.metrics.mfu import document_flops
 from prl.metrics.reader import read_rows
-from prl.orchestrator.batching import EncodedStep, encode_step, lag_columns, release
+from prl.orchestrator.batching import EncodedStep, encode_step, release
 from prl.orchestrator.checkpointing import Checkpointing
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.engine_watch import EngineWatch
@@ -32,7 +30,9 @@ from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.rollout_log import RolloutLog
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.server import BadRequest, start_server
+from prl.orchestrator.step_row import step_row
 from prl.orchestrator.tasks import TaskSampler
+from prl.orchestrator.teacher import Teacher
 from prl.orchestrator.waiting import told_while_waiting
 from prl.runtime.process.child import ChildContext
 from prl.transport.batch import TrainBatch
@@ -78,6 +78,7 @@ class Orchestrator:
         self.rollout_log: RolloutLog | None = None
         self.watch: EngineWatch | None = None
         self.external: ExternalEngines | None = None
+        self.teacher: Teacher | None = None
         # step -> when the trainer took it, generation seconds until then
         self.handed: dict[int, tuple[float, float]] = {}
         self.ready_since: dict[int, float] = {}  # step -> when its batch was ready
@@ -104,7 +105,10 @@ class Orchestrator:
             counts = {name: env.counts["train"] for name, env in self.envs.items()}
             weights = {name: source.weight for name, source in config.env.mix.items()}
             sampler = TaskSampler(counts, weights, config.seed)
-            self.producer = Producer(config, self.runner, sampler, taking_turns=self.takes_turns)
+            if config.algo.teacher.urls:
+                self.teacher = Teacher(config, renderer, self.fail)
+                await self._with_beats(self.teacher.prepare())
+            self.producer = Producer(config, self.runner, sampler, self.takes_turns, self.teacher)
             self.kept = KeptRollouts(ctx.run_dir, config.logging.rollouts, renderer, config.seed, ctx.resume_step)
             self._restore()
             self.prepared.set()
@@ -118,7 +122,9 @@ class Orchestrator:
                 task.cancel()
             if self.external is not None:
                 await self.external.release()
-            await self.engines.close()
+            for pool in (self.engines, self.teacher):
+                if pool is not None:
+                    await pool.close()
             await server.cleanup()
 
     def _find_engines(self) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -170,7 +176,7 @@ class Orchestrator:
                 await self._stop_after_current()
             await asyncio.wait([task], timeout=0.2)
             self._look_at_checkpoints()
-            is_away = isinstance(self.error, AwayError | EngineError) and self.external is not None
+            is_away = isinstance(self.error, AwayError | (EngineError if self.external else AwayError))
             if is_away and self.away is None and self.prepared.is_set() and self.stop_at is None:
                 self.away, self.error = self.error, None  # what was trained is saved first, as when somebody stops it
                 for update in self.updates:  # they would wait for the engines
@@ -459,39 +465,11 @@ class Orchestrator:
     # --- metrics ------------------------------------------------------------------------------------------------------
 
     def _log_step(self, groups: StepGroups, encoded: EncodedStep, waited_s: float, since_last_s: float) -> None:
-        finished, held_s = [r for g in groups.groups for r in g.finished], self.loop_watch.take()
-        row: dict[str, Any] = {
-            "reward": float(np.mean(groups.sampled_rewards)),
-            "reward_std": float(np.std(groups.sampled_rewards)),
-            **lag_columns(encoded.lags, self.config.algo.max_off_policy_steps),
-            "dropped_stale": groups.dropped_stale,
-            "dropped_stale_rollouts": groups.dropped_stale_rollouts,
-            "dropped_stale_requests": groups.dropped_stale_requests,
-            "dropped_stale_tokens": groups.dropped_stale_tokens,
-            "filtered_groups": groups.filtered_groups,
-            "no_signal_groups": groups.no_signal_share,
-            "failed_groups": groups.failed_groups,
-            "failed_rollouts": self.runner.stats.failures,
-            "cancelled_rollouts": self.runner.stats.cancelled,
-            "retried_rollouts": self.runner.stats.retried,
-            "aborted_requests": self.engines.aborted,
-            "retried_requests": self.engines.retried,
-            "engine_restarts": self.engines.restarts,
-            "truncated": groups.truncated_share,
-            "completion_tokens": float(np.mean([r.completion_tokens for r in finished])),
-            "prompt_tokens": float(np.mean([r.prompt_tokens for r in finished])),
-            "turns": float(np.mean([r.turns for r in finished])),
-            "rollouts": groups.rollouts,
-            "rollouts_inflight": self.runner.stats.clock.in_flight,
-            "wait_for_rollouts_s": waited_s,
-            "since_last_step_s": since_last_s,
-            "work_imbalance": encoded.imbalance,
-            "loop_held_s": held_s[0],  # the event loop, by one thing at a time
-            "loop_busy_s": held_s[1],
-            "generating_spans": self.runner.stats.clock.new_spans(),
-            "tokens_per_s": groups.completion_tokens / since_last_s,
-        }
+        held_s, spans = self.loop_watch.take(), self.runner.stats.clock.new_spans()
+        row = step_row(self.config.algo, groups, encoded, self.engines, self.runner.stats)
+        row |= {"wait_for_rollouts_s": waited_s, "since_last_step_s": since_last_s, "generating_spans": spans}
+        row |= {"loop_held_s": held_s[0], "loop_busy_s": held_s[1]}  # the event loop: by one thing at a time, in all
+        row |= {"tokens_per_s": groups.completion_tokens / since_last_s}
         row |= groups.row(several=len(self.envs) > 1)
         row |= {} if self.watch is None else self.watch.row()
-        row |= {"last_rollout_error": said} if (said := self.runner.stats.last_error) else {}
         self.ctx.metrics.log(step=groups.step, policy_version=groups.step - 1, **row)

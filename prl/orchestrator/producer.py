@@ -19,6 +19,7 @@ from prl.orchestrator.advantages import group_advantages, has_signal
 from prl.orchestrator.rollout import Group, Rollout
 from prl.orchestrator.runner import RolloutRunner
 from prl.orchestrator.tasks import TaskSampler
+from prl.orchestrator.teacher import Teacher
 
 
 @dataclass
@@ -61,7 +62,11 @@ class StepGroups:
         """Of groups that were scored while this step was collected, or of what it trains."""
         if self.scored_groups:
             return self.no_signal_groups / self.scored_groups
-        found = [has_signal(np.array([r.advantage for r in group.finished])) for group in self.groups]
+        found = [
+            has_signal(np.array([r.advantage for r in group.finished]))
+            or any(sample.bonus is not None for r in group.finished for sample in r.samples)
+            for group in self.groups
+        ]
         return 1 - sum(found) / max(len(found), 1)
 
     def count(self, env: str, finished: list[Rollout]) -> None:
@@ -104,8 +109,16 @@ class StepGroups:
 class Producer:
     """Starts groups, collects them, and serves `next_step`."""
 
-    def __init__(self, config: RunConfig, runner: RolloutRunner, sampler: TaskSampler, taking_turns: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        runner: RolloutRunner,
+        sampler: TaskSampler,
+        taking_turns: bool,
+        teacher: Teacher | None = None,
+    ) -> None:
         self.config, self.algo, self.runner, self.sampler = config, config.algo, runner, sampler
+        self.teacher = teacher
         self.groups_per_batch = self.algo.batch_size // self.algo.group_size
         # with colocated engines, and in synchronous runs, nothing is generated while the trainer trains
         self.run_ahead = 0 if taking_turns else self.algo.max_off_policy_steps
@@ -164,6 +177,8 @@ class Producer:
         """Wait for a group and take it. Whatever goes wrong, `next_step` hears of it: no group is lost in silence."""
         try:
             group = await running
+            if self.teacher is not None:
+                await self.teacher.score(group)
             async with self.changed:
                 del self.in_flight[index]
                 self._take(group)
@@ -199,15 +214,17 @@ class Producer:
             self.algo,
             self.config.inference.sampling.max_tokens,
         )
+        # what a teacher says of each token is something to learn from, whatever the rewards
+        is_signal = self.teacher is not None or has_signal(advantages)
         current.scored_groups += 1
-        current.no_signal_groups += not has_signal(advantages)
+        current.no_signal_groups += not is_signal
         # once so many were replaced, take groups as they come: a policy that solves everything must not sample for ever
         replaceable = current.filtered_groups < self.algo.max_replacement_ratio * self.groups_per_batch
-        if self.algo.filter_zero_signal and replaceable and not has_signal(advantages):
+        if self.algo.filter_zero_signal and replaceable and not is_signal:
             current.filtered_groups += 1
             return
         for rollout, advantage in zip(finished, advantages, strict=True):
-            rollout.advantage = float(advantage)
+            rollout.advantage = self.algo.adv_tau * float(advantage) if self.algo.adv_tau else 0.0
         self.ready.append(group)
         if self.synchronous:
             self.ready.sort(key=lambda g: g.index)

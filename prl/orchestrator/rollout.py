@@ -44,6 +44,7 @@ class Sample:
     versions: array[int] = field(default_factory=lambda: array("i"))
     routing: list[np.ndarray] = field(default_factory=list)  # [some tokens, L, K] each, as they came; all but the last
     kept: KeptTokens | None = None  # up to the last sampled token
+    bonus: np.ndarray | None = None  # float32: of each token, beyond the rollout's advantage (a teacher's); 0 unsampled
     oldest_version: int = NONE_SAMPLED  # of its sampled tokens; the producer asks whenever a group ends
 
     @property
@@ -60,6 +61,12 @@ class Sample:
             found.append(piece[:tokens])
             tokens -= len(found[-1])
         return found or None
+
+    def advantages(self, of_rollout: float) -> np.ndarray:
+        """[T] float32: 0 where nobody sampled."""
+        mask = np.asarray(self.loss_mask).view(bool)
+        plain = np.where(mask, np.float32(of_rollout), np.float32(0))
+        return plain if self.bonus is None else plain + self.bonus
 
     def append_prompt(self, ids: list[int]) -> None:
         self.input_ids.extend(ids)

@@ -32,8 +32,12 @@ ANSWER = aiohttp.ClientTimeout(total=5.0)
 class ServedEngines(EnginePool):
     """Replicas of one model, each asked in the way that it understands."""
 
-    def __init__(self, config: InferenceConfig, renderer: ChatRenderer) -> None:
+    def __init__(
+        self, config: InferenceConfig, renderer: ChatRenderer, at: str = "inference", asker: str = "the evaluation"
+    ) -> None:
+        """`at`: the node of the configuration that names them; `asker`: for whom they answer."""
         super().__init__(list(config.urls), config, RunKeys())
+        self.at, self.asker = at, asker
         if config.api_key_var is None:
             del self.session.headers["Authorization"]
         self.renderer = renderer
@@ -53,7 +57,10 @@ class ServedEngines(EnginePool):
                     await self._learn(index, url)
             except TimeoutError as error:
                 if url in self.empty:
-                    raise _away(url, f"{MODELS} has listed no model for {timeout_s:.0f} s", "lists no model") from error
+                    said = f"{MODELS} has listed no model for {timeout_s:.0f} s"
+                    raise self._away(url, said, "lists no model") from error
+                if self.at != "inference":
+                    raise self._away(url, f"it has given no whole answer for {timeout_s:.0f} s") from error
                 silent = self.config.model_copy(update={"urls": (url,)})
                 raise none_answers(silent, timeout_s, is_silent=True) from error
 
@@ -78,9 +85,9 @@ class ServedEngines(EnginePool):
         listed = ", ".join(ids)
         raise UserError(
             f"{url} serves {len(ids)} models." if wanted is None else f"{url} serves no model {wanted}.",
-            where=f"inference.served_model={'null' if wanted is None else wanted}",
+            where=f"{self.at}.served_model={'null' if wanted is None else wanted}",
             why=f"{MODELS} lists {listed}",
-            fix=f"inference.served_model={ids[0]}" + ", or another of these" * (len(ids) > 1),
+            fix=f"{self.at}.served_model={ids[0]}" + ", or another of these" * (len(ids) > 1),
         )
 
     async def _models(self, url: str) -> list[dict[str, Any]] | None:
@@ -89,26 +96,26 @@ class ServedEngines(EnginePool):
             async with self.session.get(url + MODELS, timeout=ANSWER, allow_redirects=False) as response:
                 status, text = response.status, await response.text(errors="replace")
                 if 300 <= status < 400:
-                    raise _redirects(url, response.headers.get("Location", ""))
+                    raise self._redirects(url, response.headers.get("Location", ""))
                 self.empty.discard(url)
                 if status == 200:
                     models = (await response.json(content_type=None))["data"]
                     self.empty |= set() if models else {url}
                     return [dict(model) for model in models] if models else None
         except aiohttp.ClientConnectorError as error:
-            raise _away(url, str(error)) from error
+            raise self._away(url, str(error)) from error
         except (aiohttp.ClientConnectionError, TimeoutError):
             return None
         except (LookupError, TypeError, ValueError):
             status, text = 200, "no list of models"
         if status >= 500:
             return None
-        where = f"inference.api_key_var={self.config.api_key_var or 'null'}"
+        where = f"{self.at}.api_key_var={self.config.api_key_var or 'null'}"
         raise UserError(
             f"{url} does not take the key." if status in (401, 403) else f"{url} serves no models.",
-            where=where if status in (401, 403) else "inference.urls",
+            where=where if status in (401, 403) else f"{self.at}.urls",
             why=f"{MODELS}: {status}: {text[:200]}",
-            fix="inference.api_key_var=NAME of the environment variable that holds its API key"
+            fix=f"{self.at}.api_key_var=NAME of the environment variable that holds its API key"
             if status in (401, 403)
             else "the address of a server with OpenAI's routes",
         )
@@ -118,10 +125,12 @@ class ServedEngines(EnginePool):
         length, wanted = model.get("max_model_len"), self.config.max_model_len
         if isinstance(length, int) and length < wanted:
             raise UserError(
-                f"{url} takes {length} tokens (prompt and completion), the evaluation wants {wanted}.",
-                where=f"inference.max_model_len={wanted}",
+                f"{url} takes {length} tokens (prompt and completion), {self.asker} wants {wanted}.",
+                where=f"inference.max_model_len={wanted}" if self.at == "inference" else f"{self.at}.urls, seq_len",
                 why="an engine's context is set when it is started",
-                fix=f"inference.max_model_len={length}, or start it with more",
+                fix=f"inference.max_model_len={length}, or start it with more"
+                if self.at == "inference"
+                else f"start it with {wanted} (--max-model-len, inference.max_model_len); or seq_len={length - 1}",
             )
 
     async def _generates(self, url: str) -> bool:
@@ -185,6 +194,38 @@ class ServedEngines(EnginePool):
                 ids.append(end)
         return Generation(ids, [0.0] * len(ids), [0] * len(ids), reason, None)
 
+    async def score(self, token_ids: list[int]) -> dict[str, Any]:
+        """An answer with `prompt_logprobs`, what the served model thinks of each token given those before it. Raises
+        EngineError.
+        """
+        index = self._least_busy(self.decoding)
+        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        route, body = GENERATE, {"token_ids": token_ids, "sampling_params": sampling | {"detokenize": False}}
+        if index in self.names:
+            route, body = COMPLETIONS, {"model": self.names[index], "prompt": token_ids, **sampling}
+        self.in_flight[index] += 1
+        try:
+            return await self._ask(index, route, body, patient=False)
+        finally:
+            self.in_flight[index] -= 1
+
+    def _redirects(self, url: str, place: str) -> UserError:
+        place = urljoin(url, place).split(MODELS)[0]
+        return UserError(
+            f"{url} redirects to {place}.",
+            where=f"{self.at}.urls",
+            why="what is asked there would arrive without its body, or without the key",
+            fix=f"{self.at}.urls=[{place}], if that is the server: http://HOST:PORT",
+        )
+
+    def _away(self, url: str, why: str, what: str = "does not answer") -> AwayError:
+        return AwayError(
+            f"{url} {what}.",
+            where=f"{self.at}.urls",
+            why=why,
+            fix="start the server (python -m prl.inference, vllm serve, ...), or correct its address",
+        )
+
 
 def gave_nothing(inference: InferenceConfig, said: str) -> UserError:
     """Of an evaluation none of whose rollouts came to an end, for what its servers said: an AwayError, unless they
@@ -201,25 +242,6 @@ def gave_nothing(inference: InferenceConfig, said: str) -> UserError:
         return UserError(what, where="inference.urls", why=said, fix=fix)
     fix = "look at the server's own log; the same command tries again, and a sweep's tries this point again"
     return AwayError(what, where="inference.urls", why=said, fix=fix)
-
-
-def _redirects(url: str, place: str) -> UserError:
-    place = urljoin(url, place).split(MODELS)[0]
-    return UserError(
-        f"{url} redirects to {place}.",
-        where="inference.urls",
-        why="what is asked there would arrive without its body, or without the key",
-        fix=f"inference.urls=[{place}], if that is the server: http://HOST:PORT",
-    )
-
-
-def _away(url: str, why: str, what: str = "does not answer") -> AwayError:
-    return AwayError(
-        f"{url} {what}.",
-        where="inference.urls",
-        why=why,
-        fix="start the server (python -m prl.inference, vllm serve, ...), or correct its address",
-    )
 
 
 def served_engines(config: InferenceConfig, renderer: ChatRenderer) -> ServedEngines:

@@ -79,6 +79,8 @@ def variables_of(config: RunConfig) -> list[Variable]:
     for key in ("control_key_var", "api_key_var"):
         if name := getattr(config.inference, key):
             found.append(Variable(name, f"inference.{key}", True))
+    if config.job == "rl" and (name := config.algo.teacher.api_key_var):
+        found.append(Variable(name, "algo.teacher.api_key_var", True))
     mode = config.logging.wandb.mode
     if config.job != "inference" and mode in ("auto", "online"):
         found.append(Variable("WANDB_API_KEY", f"logging.wandb.mode={mode}", mode == "online"))

@@ -47,20 +47,34 @@ def model_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def check_keys(inference: InferenceConfig) -> None:
+def check_keys(config: RunConfig) -> None:
     """Raises UserError for a variable that is to hold a key, and does not here."""
-    for key, name in (("api_key_var", inference.api_key_var), ("control_key_var", inference.control_key_var)):
+    inference, teacher = config.inference, config.algo.teacher
+    for key, name, what in (
+        ("inference.api_key_var", inference.api_key_var, "API key of the engines"),
+        ("inference.control_key_var", inference.control_key_var, "control key of the engines"),
+        ("algo.teacher.api_key_var", teacher.api_key_var if config.job == "rl" else None, "API key of the teacher"),
+    ):
         if name is not None:
-            users_key(key, name, f"{'API' if key == 'api_key_var' else 'control'} key of the engines")
+            users_key(key, name, what)
+
+
+def asked_servers(config: RunConfig) -> list[tuple[str, ...]]:
+    """Addresses that run already and without which this job does nothing; of each tuple one must be there."""
+    engines = config.inference.urls if config.job in ("rl", "eval") else ()
+    found = [engines] if config.job == "rl" else [(url,) for url in engines]
+    return [urls for urls in found if urls] + [(url,) for url in config.algo.teacher.urls if config.job == "rl"]
 
 
 def keys_of(inference: InferenceConfig) -> tuple[str, str]:
     """Keys for sampling and for control. Raises UserError for variables that are unset."""
     assert inference.control_key_var is not None, "a rule asks for it"
-    control = users_key("control_key_var", inference.control_key_var, "control key of the engines (RUN/control_key)")
+    control = users_key(
+        "inference.control_key_var", inference.control_key_var, "control key of the engines (RUN/control_key)"
+    )
     if inference.api_key_var is None:
         return control, control
-    return users_key("api_key_var", inference.api_key_var, "API key of the engines (RUN/api_key)"), control
+    return users_key("inference.api_key_var", inference.api_key_var, "API key of the engines (RUN/api_key)"), control
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -103,9 +117,9 @@ def _no_engine_of_ours(url: str, status: int, inference: InferenceConfig) -> Use
     command += "" if inference.engine == "vllm" else "; or with vLLM and our plugin, by inference=vllm in both commands"
     if models == 401 or (models == 200 and "data" in (parse_object(text) or {})):
         return UserError(
-            f"{url} serves models, but cannot be given weights: it is good for evaluation and distillation only.",
+            f"{url} serves models, but cannot be given weights: it is good for evaluation, and as a teacher, only.",
             where="inference.urls",
-            why=f"it does not know {LEASE} ({status}): a vLLM without our plugin, or another server with OpenAI's "
+            why=f"it does not know {LEASE} ({status}): a vLLM without our middleware, or another server with OpenAI's "
             "routes; training samples from the weights of each step",
             fix=f"start it with our plugin and the run's own model=: {command}; or vllm serve with {MIDDLEWARE} "
             "(prl/inference/README.md)",
@@ -259,17 +273,17 @@ def command_of(url: str, inference: InferenceConfig, config: RunConfig | None = 
 
 
 def await_listeners(config: RunConfig, note: Callable[[str], None], stopped: Callable[[], bool]) -> None:
-    """Until somebody listens at each address (of a run that trains: at one, for it takes others in later), as long as
+    """Until somebody listens at each address (of a run's engines: at one, for it takes others in later), as long as
     engines of its own would have: who starts both at once, or a vLLM that binds its port when its model is loaded, is
     waited for. Who is still not there is told by who asks it next.
     """
+    wanted = asked_servers(config)
     deadline, told = time.monotonic() + config.deployment.start_timeout_s, set[str]()
     while not stopped():
-        closed = [url for url in config.inference.urls if not _listens(url)]
-        enough = len(closed) < len(config.inference.urls) if config.job == "rl" else not closed
-        if enough or time.monotonic() >= deadline:
+        wanted = [urls for urls in wanted if not any(map(_listens, urls))]
+        if not wanted or time.monotonic() >= deadline:
             return
-        for url in closed:
+        for url in (url for urls in wanted for url in urls):
             if url not in told:
                 told.add(url)
                 note(

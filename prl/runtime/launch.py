@@ -183,9 +183,8 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
             state: State = "stopped" if failure is None else "failed"
             status.update(state=state, failure=failure.to_status() if failure else None)
             return Outcome(state, resume_step, failure)
-        check_keys(config.inference)
-        if config.inference.urls:
-            await_listeners(config, home.progress.note, lambda: home.signals.count > 0)
+        check_keys(config)
+        await_listeners(config, home.progress.note, lambda: home.signals.count > 0)
         if config.inference.urls and config.job != "eval":
             check_engines(config, run_dir.run_id, home.progress.note, lambda: home.signals.count > 0)
         init_model_path, ended = _initial_model(plan, path, home, status)

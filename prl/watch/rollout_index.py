@@ -159,7 +159,9 @@ class RolloutIndex:
             "trainer_logp": _plain(trainer),
             "mismatch": _plain(np.expm1(ratio) - ratio),  # k3, as the trainer measures it
             "versions": [int(v) if v >= 0 else None for v in versions],
-            "advantages": [entry["advantage"] if is_ours else None for is_ours in mask.tolist()],
+            "advantages": _plain(_spread(files.unpack(sample["advantages"], "f"), mask))
+            if sample.get("advantages")  # each token has its own, where there is a teacher
+            else [entry["advantage"] if is_ours else None for is_ours in mask.tolist()],
         }
 
     def _texts(self, ids: np.ndarray) -> list[str]:

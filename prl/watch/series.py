@@ -16,6 +16,7 @@ CHARTS: dict[str, list[tuple[str, str]]] = {  # title -> (role's file, key)
     "loss": [("trainer.0", "loss"), ("trainer.0", "val_loss")],
     "mismatch KL": [("trainer.0", "mismatch_kl_mean"), ("trainer.0", "mismatch_kl_p999")],
     "entropy": [("trainer.0", "entropy")],
+    "KL from the teacher": [("orchestrator", "teacher_kl")],
     "tokens per rollout": [("orchestrator", "completion_tokens"), ("orchestrator", "prompt_tokens")],
     "truncated share": [("orchestrator", "truncated"), ("trainer.0", "masked_fraction")],
     "tokens per second": [("trainer.0", "tokens_per_s"), ("orchestrator", "tokens_per_s")],

@@ -98,11 +98,11 @@ groups_fill_the_batch = each_of(
         fix=lambda c, w: f"algo.batch_size={max(1, c.algo.batch_size // c.algo.group_size) * c.algo.group_size}",
     ),
     Refuse(
-        lambda c, w: c.algo.group_size == 1,
+        lambda c, w: c.algo.group_size == 1 and c.algo.adv_tau,
         "A group of one rollout has no baseline.",
         where="algo.group_size=1",
         why="advantages compare the rollouts of one task with each other; alone, each is zero",
-        fix="algo.group_size=8",
+        fix=lambda c, w: "algo.group_size=8" + ", or algo.adv_tau=0" * bool(c.algo.teacher.urls),
     ),
 )
 

@@ -19,6 +19,7 @@ TABLE_COLUMNS = {  # metrics key -> heading
     "rl": {
         "reward": "reward",
         "eval/reward": "held-out",
+        "teacher_kl": "teacher KL",
         "staleness_mean": "staleness",
         "completion_tokens": "tokens/rollout",
         "mismatch_kl_mean": "mismatch KL",

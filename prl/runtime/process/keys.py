@@ -44,8 +44,8 @@ def make_keys() -> RunKeys:
 
 
 def users_key(key: str, name: str, what: str) -> str:
-    """The user's own, in the environment variable that `inference.KEY` names. Raises UserError where it holds none, or
-    what a header of HTTP cannot carry.
+    """The user's own, in the environment variable that `key` of the configuration names. Raises UserError where it
+    holds none, or what a header of HTTP cannot carry.
     """
     value = os.environ.get(name, "").strip()
     if value and value.isascii() and value.isprintable():
@@ -53,9 +53,9 @@ def users_key(key: str, name: str, what: str) -> str:
     raise UserError(
         f"the environment variable {name} "
         + ("holds what no HTTP header can carry" if value else "is not set or empty"),
-        where=f"inference.{key}={name}",
+        where=f"{key}={name}",
         why=f"it holds the {what}" + (", which is sent as letters, digits and signs of ASCII" if value else ""),
-        fix=f"export {name}=..." + ("" if value else f", or inference.{key}=null where none is needed"),
+        fix=f"export {name}=..." + ("" if value else f", or {key}=null where none is needed"),
     )
 
 
