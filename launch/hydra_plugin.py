@@ -29,7 +29,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from launch.places import telling_places
 from launch.session import Session
@@ -110,6 +110,41 @@ def of_a_plugin(error: BaseException) -> UserError | None:
     )
 
 
+def of_a_sweeper(error: BaseException) -> UserError | None:
+    """What to tell of an error inside a sweeper's package, which knows what its keys may be; None for any other."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    own = [index for index, name in enumerate(files) if Path(name).parent == Path(__file__).parent]
+    theirs = [index for index, name in enumerate(files) if "hydra_plugins" in Path(name).parts]
+    if not theirs or max(own, default=-1) > max(theirs):
+        return None
+    return UserError(
+        "The sweeper ended with an error of its own.",
+        where=f"hydra/sweeper, {Path(files[max(theirs)]).parent.name}",
+        why=f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} in {files[-1]}",
+        fix="the keys of hydra.sweeper and the intervals as its package wants them; with --cfg hydra in place of -m "
+        "this command shows these keys",
+    )
+
+
+def refuse_objectives(sweeper: DictConfig) -> None:
+    """Raises ConfigError for a sweeper that wants several numbers of each point."""
+    asked = sweeper.get("direction")
+    if not isinstance(asked, ListConfig) or len(asked) < 2:
+        return
+    from prl.config.keys import as_override
+
+    raise ConfigError(
+        [
+            UserError(
+                f"A point has one number to learn from, not {len(asked)}.",
+                where=f"hydra.sweeper.direction={as_override(list(asked))}",
+                why="it is the held-out reward (rl, eval), the held-out loss (sft) or tokens/s (bench)",
+                fix=f"hydra.sweeper.direction={asked[0]}",
+            )
+        ]
+    )
+
+
 def refuse_launcher(node: DictConfig, configs: Sequence[RunConfig]) -> None:
     """For a command that only looks: raise ConfigError for what a submission of these points would refuse of the node
     hydra.launcher, whatever this machine has.
@@ -175,6 +210,7 @@ class PointLauncher(Launcher):
         assert isinstance(task, Task), "only the entry points of prl start this launcher"
         self.session, self.sweep_dir = task.session, Path(config.hydra.sweep.dir).absolute()
         check_directory(self.sweep_dir, "hydra.sweep.dir", "hydra.sweep.dir=outputs/sweeps/mine")
+        refuse_objectives(config.hydra.sweeper)
         settings_of(self.node)  # what is wrong is told before anything is made
         ours = (self.sweep_dir / RECORD, self.sweep_dir, *self.sweep_dir.parents)
         self.made = [path for path in ours if not path.exists()]

@@ -24,7 +24,7 @@ from launch.states import PointState, renewed, state_in, taken, what_it_needs
 from launch.submitit_keys import refuse_contradictions
 from launch.submitting import SUBMIT_LOCK, adopt
 from launch.sweep_file import read_sweep, record_points
-from launch.waiting import outcome, queued_points, urls_when_serving, wait_for
+from launch.waiting import outcome, queued_points, refuse_without_objective, urls_when_serving, wait_for
 from prl.config.console import one_line
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.planner import make_plan
@@ -59,6 +59,8 @@ def launch_points(
     configs = [reachable(config) if on_slurm else config for config in session.configs_of(batch, sweep_dir)]
     distinct = {config.output_dir: i for i, config in enumerate(configs)}.values() if waits else range(len(batch))
     points = make_points([batch[i] for i in distinct], [configs[i] for i in distinct])
+    if waits:
+        refuse_without_objective(points)
     queued = queued_points(sweep_dir) if on_slurm else set()
     states = {point.path: what_it_needs(point.path, point.config, queued) for point in points}
     todo = [point for point in points if is_to_start(states[point.path], settings)]

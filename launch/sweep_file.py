@@ -86,6 +86,17 @@ def refused_points(sweep: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def places_of_ids(sweep_dir: Path) -> dict[str, str]:
+    """Where the sweep has each point, by its id: the directory's name also tells the axes of the command that was first
+    to name it. Raises UserError if the record is damaged.
+    """
+    found: dict[str, str] = {}
+    for row in read_sweep(sweep_dir)["points"]:
+        if isinstance(point_id := row.get("point_id"), str) and (sweep_dir / row["dir"]).is_dir():
+            found.setdefault(point_id, row["dir"])
+    return found
+
+
 def _complete(sweep: dict[str, Any], sweep_dir: Path) -> None:
     """Add what a record lacks. Raises UserError if what it has is something else."""
     for key, value in {"name": sweep_dir.name, "commands": [], "points": [], "submissions": []}.items():

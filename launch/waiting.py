@@ -10,7 +10,7 @@ from launch.points import Point
 from launch.slurm_queue import live_jobs
 from launch.states import is_taken, state_of
 from launch.sweep_file import job_of_points, read_sweep
-from prl.config.errors import PointFailedError, UserError
+from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.metrics.held_out import last_evaluation, lost_in
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import read_object
@@ -71,6 +71,28 @@ def urls_when_serving(path: Path) -> list[str]:
         if status.get("state") == "running" and status["urls"] and time.time() - status["updated"] < FRESH_S:
             return list(status["urls"])
         time.sleep(SERVER_POLL_S)
+
+
+def refuse_without_objective(points: list[Point]) -> None:
+    """Raises ConfigError for points that a sweeper is to learn from, and that will have no value."""
+    for config in (point.config for point in points):
+        wanted = config.eval
+        has_none = {
+            "rl": not wanted.interval or not (wanted.at_end or wanted.interval <= config.max_steps),
+            "sft": config.sft is not None and not config.sft.val_interval,
+        }.get(config.job, False)
+        if has_none:
+            raise ConfigError(
+                [
+                    UserError(
+                        "A sweeper that learns from results would get none.",
+                        where=f"hydra/sweeper, {'eval' if config.job == 'rl' else 'sft.val_interval=0'}",
+                        why="a point's value is its last held-out "
+                        + ("reward, and nothing is evaluated" if config.job == "rl" else "loss, which is not measured"),
+                        fix="eval=default, or eval.interval=10" if config.job == "rl" else "sft.val_interval=10",
+                    )
+                ]
+            )
 
 
 def outcome(point: Point) -> float | PointFailedError:

@@ -17,7 +17,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.hydra_plugin import Task, of_a_plugin, refuse_launcher, register_plugins
+from launch.hydra_plugin import Task, of_a_plugin, of_a_sweeper, refuse_launcher, register_plugins
 from launch.session import Job, Session, point_key
 from prl.config.composing import (
     VERSION_BASE,
@@ -216,6 +216,11 @@ def _run(session: Session, overrides: list[str], multirun: bool, completing: boo
     except PointFailedError as error:  # more than the sweeper puts up with
         print(error.render(), file=sys.stderr)
         session.exit_code = 1
+    except Exception as error:
+        told = None if isinstance(error, UserError) or not multirun else of_a_sweeper(error)
+        if told is None:
+            raise
+        raise told from error
     if session.error is not None:
         raise session.error
     for output_dir, code in session.failed.items():

@@ -7,6 +7,7 @@ plan into output_dir, for roles that are started by hand. --emit=k8s|skypilot pr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -94,6 +95,17 @@ def refuse_with_emit(arguments: argparse.Namespace, rest: list[str]) -> None:
         sys.exit(2)
 
 
+HELP = """\
+python -m prl.plan [-cn JOB] [overrides]      which role runs where, and what it takes; with -m of each point of a sweep
+  --json                                      the plan as JSON
+  --commands                                  the command and environment of every process of the engines
+  --freeze output_dir=POINT                   write a point that roles by hand and other schedulers start
+  --emit=k8s --image=I --volume=CLAIM [--mount=DIR]
+  --emit=skypilot --mount=DIR [--accelerator=GPU] [--image=I] [--volume=V]
+                                              the same as a manifest (launch/README.md)
+"""
+
+
 def main() -> None:
     """Our flags are taken away first, for Hydra's parser does not know them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -105,6 +117,9 @@ def main() -> None:
         parser.add_argument(flag, default="")
     arguments, rest = parser.parse_known_args()
     sys.argv = [sys.argv[0], *rest]
+    if {"-h", "--help"} & set(rest):  # ours first, then what Hydra says of all keys
+        with contextlib.suppress(BrokenPipeError):  # whose reader has seen enough
+            print(HELP, flush=True)
     if not arguments.emit and any(getattr(arguments, flag[2:]) for flag in site):
         parser.error(f"{', '.join(site)} belong to --emit=k8s or --emit=skypilot")
     if arguments.emit:

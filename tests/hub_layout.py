@@ -284,12 +284,15 @@ def make_data_set(home: Path, repo: str, rows: int = 400) -> Path:
 # --- what an experiment reads -----------------------------------------------------------------------------------------
 
 
-def experiment(name: str) -> RunConfig:
+def experiment(name: str, *overrides: str) -> RunConfig:
     """The composed experiment, of whichever job it is."""
     try:
-        return compose([f"+experiment={name}"], "rl")
-    except ConfigError:
-        return compose([f"+experiment={name}"], "sft")
+        return compose([f"+experiment={name}", *overrides], "rl")
+    except ConfigError as error:
+        try:
+            return compose([f"+experiment={name}", *overrides], "sft")
+        except ConfigError:
+            raise error from None
 
 
 def data_set_of(config: RunConfig) -> str:

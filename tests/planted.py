@@ -69,7 +69,10 @@ def play(name: str, directory: Path, *more: str) -> dict[str, int]:
 
 
 def main() -> None:
-    what, out = sys.argv[1], Path(sys.argv[2]).absolute()
+    asked = sys.argv[1:]
+    if len(asked) < 2 or asked[0] not in ("table", "healthy") or (asked[0] == "healthy" and len(asked) != 4):
+        sys.exit("python tests/planted.py table DIRECTORY [FAULT ...] | healthy DIRECTORY FIRST_SEED LAST_SEED")
+    what, out = asked[0], Path(asked[1]).absolute()
     out.mkdir(parents=True, exist_ok=True)
     if what == "table":
         for name in sys.argv[3:] or PLANTED:

@@ -51,7 +51,7 @@ ON_CPU = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="for the table, the console, logs and metrics")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/prl-pretrained"), help="for checkpoint, run and export")
+    parser.add_argument("--work", type=Path, help="for checkpoint, run and export; OUT/work unless given")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
     asked, overrides = parser.parse_known_args()
@@ -63,7 +63,7 @@ def main() -> int:
         return 2
     asked.out.mkdir(parents=True, exist_ok=True)
     table: list[tuple[str, str]] = []
-    failed = measure(asked.out, asked.work, asked.scale, overrides, table)
+    failed = measure(asked.out, (asked.work or asked.out / "work").absolute(), asked.scale, overrides, table)
     width = max(len(name) for name, _ in table)
     text = "\n".join(f"{name:{width}}  {value}" for name, value in table)
     (asked.out / "table.txt").write_text(text + "\n")
@@ -180,11 +180,8 @@ def probe(snapshot: Path, scale: str) -> int:
     from prl.models.checkpoints.reading import load_model, read_tensors
     from prl.models.checkpoints.writing import hf_tensors
 
-    config = experiment(EXPERIMENT)
-    sizes = read_json(snapshot / "config.json")
-    card = config.model.card.model_copy(
-        update={key: sizes[key] for key in ("num_hidden_layers", *sizes) if key in type(config.model.card).model_fields}
-    )
+    repo = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+    card = experiment(EXPERIMENT, *card_overrides(repo, read_json(snapshot / "config.json"))).model.card
     check_card(snapshot, card)
     device = torch.device("cuda" if scale == "full" else "cpu")
     torch.zeros(1, device=device)

@@ -18,6 +18,7 @@ import pytest
 from runs import SMALL, environment, run
 
 import prl.status
+from prl.compare.__main__ import _write
 from prl.compare.figure import make_curves_of_groups, mean_line
 from prl.compare.points import read_directory
 from prl.compare.ranking import Comparison, compare
@@ -373,3 +374,21 @@ def test_a_table_may_go_to_the_console(tmp_path: Path) -> None:
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("one,")]
     assert row.split(",")[2:4] == ["1", "done"]
     assert not (tmp_path / "-").exists()
+
+
+def test_a_disk_that_is_full_costs_no_table_that_was_there(tmp_path: Path, monkeypatch) -> None:
+    """And the place is named, which the system's own error does not do."""
+    path = tmp_path / "table.csv"
+    _write(path, "old")
+    with pytest.raises(UserError, match="cannot write /dev/full: No space left"):
+        _write(Path("/dev/full"), "new")
+
+    def full(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match=f"cannot write {path}") as refused:
+        _write(path, "new")
+    assert "free space" in refused.value.fix
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -2,13 +2,14 @@
 
 import os
 import re
+import shlex
 
 import pytest
 
 from prl.config import ConfigError, UserError, compose
 from prl.config.composing import problems as complaints
 from prl.config.locate import conf_dir, config_groups
-from prl.config.overrides import unknown_choice
+from prl.config.overrides import parse, unknown_choice
 from prl.config.sweep import compose_points
 
 
@@ -70,6 +71,22 @@ def test_letters_that_the_locale_does_not_know_are_told_as_such() -> None:
     (problem,) = problems([f'output_dir="{unread}"'])
     assert "locale" in problem.why
     assert "PYTHONUTF8=1" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("env.args.x=a;b", "'env.args.x=\"a;b\"'"),
+        ("slurm.sbatch=[--a=b]", "'slurm.sbatch=[\"--a=b\"]'"),
+        ("slurm.sbatch=[--a=b,--c]", '\'slurm.sbatch=["--a=b","--c"]\''),
+    ],
+)
+def test_signs_that_stand_in_quotation_marks_are_shown_in_them(line: str, fix: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse([line])
+    assert refused.value.fix == fix
+    (word,) = shlex.split(fix)
+    assert parse([word])
 
 
 def test_a_choice_as_the_value_of_its_node_is_told_with_its_group() -> None:

@@ -15,6 +15,7 @@ import yaml
 from runtime_tree import compose_once
 from terminals import Terminals, terminals
 
+from prl.config import compose
 from prl.config.errors import UserError
 from prl.planning.manifests import Site, dns_label, emit
 from prl.planning.run_plan import plan_from_json
@@ -96,6 +97,9 @@ def test_what_a_manifest_lacks_is_asked_for(kind: str, site: Site, overrides: tu
         *(("k8s", Site(image="i", volume=name), "--volume=CLAIM") for name in ("Shared", "a_b", "-a", "a.", "x" * 254)),
         *(("k8s", Site(image=name, volume="v"), "--image=ghcr.io/you/prl:1.0")
           for name in ("https://r/i", "R/I/Upper", "a b", "i:", "i:-x", "i@sha256:12", "a//b")),
+        *(("k8s", Site(image="i", volume="v", mount=place), "--mount=/outputs")
+          for place in ("/plan", "/plan/a", "/dev", "/dev/shm", "/", "/proc/x", "/a:b")),
+        ("skypilot", Site(volume="Bad Vol!", mount="/mnt", accelerator="H100"), "--volume=NAME"),
         ("skypilot", Site(image="Up Per", mount="/mnt", accelerator="H100"), "--image=ghcr.io/you/prl:1.0"),
     ],
 )  # fmt: skip
@@ -219,3 +223,11 @@ def test_what_a_manifest_is_not_printed_with(words: list[str], told: str) -> Non
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr
+
+
+def test_dollars_in_a_pods_command_are_no_variables() -> None:
+    config = compose(['output_dir="a$(JOB_COMPLETION_INDEX)$$b"', "deployment.device=cpu"])
+    _, _, job = yaml.safe_load_all(emit(config, "k8s", Site(image="i", volume="v")))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][3] == "/outputs/a$$(JOB_COMPLETION_INDEX)$$$$b"
+    assert container["command"][-1] == "--node=$(JOB_COMPLETION_INDEX)"

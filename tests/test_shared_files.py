@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from launch.code_copy import FrozenCode
+from launch.session import Session
 from launch.slurm import write_script
 from launch.sweep_file import job_of_points, read_sweep, record_job, record_points, submission
 from prl.compare.points import read_directory
@@ -269,3 +270,33 @@ def test_a_full_disk_is_told_of_an_export_too(small_disk: Path) -> None:
     assert as_user_error(SafetensorError("Error while serializing: invalid header"), small_disk) is None
     elsewhere = RuntimeError("unable to write to file </torch_12>: No space left on device")  # it is in /dev/shm
     assert as_user_error(elsewhere, small_disk) is None
+
+
+def test_a_point_is_found_in_its_sweep_whatever_axes_named_it_first(tmp_path, capsys) -> None:
+    """Axes in another order, or one that has become a single value, give its directory another name."""
+    sweep = tmp_path / "s"
+
+    def places(swept: set[str], *lines: tuple[str, ...]) -> list[str]:
+        session = Session(lambda config: 0, swept=swept)
+        return [Path(str(config.output_dir)).name for config in session.configs_of(lines, sweep)]
+
+    first = places({"seed", "optim.lr"}, ("seed=1", "optim.lr=0.001"), ("seed=2", "optim.lr=0.001"))
+    assert [name.rpartition("-")[0] for name in first] == ["seed-1_lr-0.001", "seed-2_lr-0.001"]
+    points = [{"dir": name, "point_id": name.rpartition("-")[2]} for name in first]
+    sweep.mkdir()
+    (sweep / "sweep.json").write_text(json.dumps({"points": points}))
+    (sweep / first[0]).mkdir()
+    capsys.readouterr()
+    turned = places({"seed", "optim.lr"}, ("optim.lr=0.001", "seed=1"), ("optim.lr=0.002", "seed=1"))
+    assert turned[0] == first[0]
+    assert turned[1].startswith("lr-0.002_seed-1-")
+    told = capsys.readouterr().err
+    assert (
+        f"1 of these points are in the sweep already, under other names: lr-0.001_seed-1-{points[0]['point_id']}"
+        in told
+    )
+    assert places({"seed"}, ("seed=1", "optim.lr=0.001"), ("seed=2", "optim.lr=0.001")) == [
+        first[0],
+        f"seed-2-{points[1]['point_id']}",  # whose directory somebody has removed
+    ]
+    assert places({"seed", "optim.lr"}, ("seed=1", "optim.lr=0.001")) == [first[0]]

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from slurm_cluster import SMALL, SMALL_RL
 
 from launch import waiting
+from launch.hydra_plugin import refuse_objectives
 from launch.points import Point
 from launch.waiting import outcome, wait_for
 from prl.config import compose
-from prl.config.errors import PointFailedError, UserError
+from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.config.sweep import corners, expand
 from prl.metrics.writer import MetricsWriter
 from prl.planning.planner import make_plan
@@ -218,3 +220,50 @@ def test_a_queue_that_does_not_answer_for_a_while_is_asked_again(tmp_path, monke
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
     with pytest.raises(UserError, match="Unable to contact"):
         wait_for([point], tmp_path, on_slurm=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "fix"),
+    [
+        ("rl", ["eval=none"], "eval.interval=10"),
+        ("rl", ["eval.interval=50", "eval.at_end=false", "max_steps=20"], "eval.interval=10"),
+        ("rl", [], ""),
+        ("rl", ["eval.interval=50", "max_steps=20"], ""),
+        ("sft", ["sft.val_interval=0"], "sft.val_interval=10"),
+        ("sft", [], ""),
+    ],
+)
+def test_points_without_a_value_are_refused_before_they_train(tmp_path, job, overrides, fix):
+    config = compose(overrides, job).model_copy(update={"output_dir": str(tmp_path)})
+    points = [Point(tuple(overrides), make_plan(config))]
+    if not fix:
+        return waiting.refuse_without_objective(points)
+    with pytest.raises(ConfigError, match="learns from results would get none") as refused:
+        waiting.refuse_without_objective(points)
+    assert fix in refused.value.violations[0].fix
+
+
+def test_a_sweeper_that_wants_several_numbers_is_refused():
+    refuse_objectives(OmegaConf.create({"direction": "maximize"}))
+    refuse_objectives(OmegaConf.create({}))
+    with pytest.raises(ConfigError, match="one number to learn from, not 2") as refused:
+        refuse_objectives(OmegaConf.create({"direction": ["minimize", "maximize"]}))
+    assert refused.value.violations[0].fix == "hydra.sweeper.direction=minimize"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["hydra.sweeper.n_trials=0", "optim.lr=interval(0.001,0.01)"], "No trials are completed yet"),
+        (["hydra.sweeper.direction=up", "optim.lr=interval(0.001,0.01)"], "Please set either"),
+        (["optim.lr=interval(0.01,0.001)"], "must be smaller"),
+    ],
+)
+def test_what_a_sweeper_refuses_is_told_in_its_words(tmp_path, words, why):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason='pip install -e ".[optuna]"')
+    done = run(tmp_path, "hydra/sweeper=optuna", *words)
+    assert done.returncode == 2, done.stderr
+    assert why in done.stderr
+    assert "hydra/sweeper, hydra_optuna_sweeper" in done.stderr
+    assert "Traceback" not in done.stderr

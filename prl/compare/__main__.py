@@ -18,6 +18,7 @@ from prl.compare.targets import labels, read_targets
 from prl.config.console import leave_told, one_line, shield_console
 from prl.config.errors import UserError
 from prl.config.place_names import a_path
+from prl.runtime.directory.files import FULL_DISK, replace_file
 
 if TYPE_CHECKING:
     from prl.compare.ranking import Comparison
@@ -80,13 +81,11 @@ def run(arguments: argparse.Namespace) -> None:
         written = _write_files(comparison, arguments, png)
     except BrokenPipeError:  # /dev/stdout, whose reader has seen enough
         return
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}", fix="name another place") from error
     print("\n" + "\n".join(f"written {one_line(path)}" for path in written) if written else "")
 
 
 def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Path | None) -> list[Path]:
-    from prl.compare.figure import write_png
+    from prl.compare.figure import draw_png
     from prl.compare.page import render_page
 
     written = []
@@ -102,11 +101,31 @@ def _write_files(comparison: Comparison, arguments: argparse.Namespace, png: Pat
         if path == STDOUT:
             print(render(comparison))
         elif path is not None:
-            path.write_text(render(comparison))
+            _write(path, render(comparison))
             written.append(path)
-    if png is not None and write_png(comparison, png):
+    if png is not None and (picture := draw_png(comparison)) is not None:
+        _write(png, picture)
         written.append(png)
     return written
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    """As a whole, so that what was there is not lost to a full disk; into devices and pipes as it comes. Raises
+    UserError and BrokenPipeError.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        else:
+            replace_file(path, content, sync=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}",
+            where=str(path),
+            fix="free space there, or name another place" if error.errno in FULL_DISK else "name another place",
+        ) from error
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 from prl.compare.curves import AXES, Axis, Curves
 from prl.compare.ranking import Comparison, Group
@@ -81,11 +81,11 @@ def mean_line(lines: list[Line]) -> Line:
 # --- PNG --------------------------------------------------------------------------------------------------------------
 
 
-def write_png(comparison: Comparison, path: Path) -> bool:
-    """Draw the curves over the chosen axis; False if there is nothing to draw."""
+def draw_png(comparison: Comparison) -> bytes | None:
+    """The curves over the chosen axis; None if there is nothing to draw."""
     curves = make_curves_of_groups(comparison, comparison.axis)
     if not curves or comparison.metric is None:
-        return False
+        return None
     import matplotlib
 
     matplotlib.use("Agg")
@@ -105,8 +105,9 @@ def write_png(comparison: Comparison, path: Path) -> bool:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False, ncols=1 + len(curves) // 9)
-    figure.savefig(path, dpi=130)
-    return True
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format="png")
+    return picture.getvalue()
 
 
 # --- SVG --------------------------------------------------------------------------------------------------------------

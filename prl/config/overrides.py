@@ -83,15 +83,18 @@ def _parse_line(line: str) -> Override:
         if (quoted := _quoted(line)) is not None:
             why, fix = "it has a quotation mark that nothing closes, or that stands within a word", quoted
             if line.count('"') + line.count("'") == 0:
-                why = "letters beyond ASCII stand in quotation marks, inside those that the shell takes"
+                signs = "letters beyond ASCII" if not line.isascii() else "; | & < > ^ ` ! and = within a list"
+                why = f"{signs} stand in quotation marks, inside those that the shell takes"
         raise UserError(f"Cannot read the override {line!r}.", where=line, why=why, fix=fix) from error
 
 
-_NEEDS_MARKS = re.compile("[\"']|[^\\0-\\x7f]")
+_NEEDS_MARKS = re.compile("[\"';|&<>^`!=]|[^\\0-\\x7f]")
 
 
 def _quoted(line: str) -> str | None:
-    """A line whose value has quotation marks or letters beyond ASCII, as a shell and Hydra take it; None for others."""
+    """A line whose value has signs or letters that Hydra knows in quotation marks only, as a shell and Hydra take it;
+    None for others.
+    """
     key, equals, value = line.partition("=")
     inner = value[1:] if value[:1] in ("'", '"') and value.count(value[0]) == 1 else value  # opened, never closed
     if not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or not equals or not _NEEDS_MARKS.search(value):

@@ -23,6 +23,7 @@ def _counted(value: object) -> object:
 
 Positive = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=MOST)]
 NonNegative = Annotated[int, BeforeValidator(_counted), Field(ge=0, le=MOST)]
+Samples = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=1 << 16)]  # of one task, all begun at once
 PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT32)]
 Number = Annotated[float, Field(ge=-FLOAT32, le=FLOAT32)]

@@ -18,6 +18,7 @@ from prl.config.schema_fields import (
     Place,
     Port,
     Positive,
+    Samples,
     Seconds,
     Temperature,
     Text,
@@ -147,7 +148,7 @@ class EvalConfig(Group):
     at_start: bool = True
     at_end: bool = True
     num_tasks: Positive = 64
-    k: Positive = 1  # samples per task, for avg@k and pass@k
+    k: Samples = 1  # samples per task, for avg@k and pass@k
     pass_threshold: Fraction = 1.0  # a reward of at least this counts as passed
     # prl.eval: a run directory and the optimizer step whose policy is meant; None: the model as model.path has it
     run: Text | None = None

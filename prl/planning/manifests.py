@@ -18,13 +18,23 @@ import yaml
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.planning.planner import make_plan
-from prl.planning.pod_needs import SECRET, check_accelerator, check_claim, check_image, variables_of, what_pods_need
+from prl.planning.pod_needs import (
+    PLAN_MOUNT,
+    SECRET,
+    SHM_MOUNT,
+    check_accelerator,
+    check_claim,
+    check_image,
+    check_mount,
+    check_volume,
+    variables_of,
+    what_pods_need,
+)
 from prl.planning.run_plan import RunPlan, plan_to_json
 
 LONGEST_LABEL = 63  # DNS-1123
 LARGEST_CONFIG_MAP = 1 << 20  # bytes
 MOUNT = "/outputs"
-PLAN_MOUNT = "/plan"
 AFTER_STOP_S = 60  # beside deployment.stop_timeout_s, until all processes are gone
 
 
@@ -50,8 +60,12 @@ def emit(config: RunConfig, kind: str, site: Site, modules: Iterable[str] = ()) 
     plan = make_plan(_placed(config, mount))
     if site.image:
         check_image(site.image)
+    if kind == "k8s":
+        check_mount(mount)
     if site.volume and kind == "k8s":
         check_claim(site.volume)
+    if site.volume and kind == "skypilot":
+        check_volume(site.volume)
     if site.accelerator and kind == "skypilot":
         check_accelerator(site.accelerator)
     documents = MANIFESTS[kind](plan, site, mount)
@@ -114,6 +128,11 @@ def _refuse_missing(kind: str, wanted: dict[str, tuple[str, str, str]]) -> None:
         )
 
 
+def _as_it_is(word: str) -> str:
+    """In a pod's command: $(NAME) is a variable there, and $$ a dollar sign."""
+    return word.replace("$", "$$")
+
+
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +150,7 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
             where="--emit=k8s",
             fix="python -m prl.plan --freeze output_dir=POINT on the shared volume, and agents there with --node",
         )
+    *words, node = _agent(plan, f"{PLAN_MOUNT}/plan.json", "")
     index = f"-{plan.num_nodes - 1}"
     # a pod's host name is the job's and its index
     name = f"{dns_label(plan.config.name, len(index) + 1 + len(plan.point_id))}-{plan.point_id}"
@@ -138,11 +158,11 @@ def kubernetes(plan: RunPlan, site: Site, mount: PurePosixPath) -> list[dict[str
     container: dict[str, Any] = {
         "name": "agent",
         "image": site.image,
-        "command": _agent(plan, f"{PLAN_MOUNT}/plan.json", "$(JOB_COMPLETION_INDEX)"),
+        "command": [*map(_as_it_is, words), f"{node}$(JOB_COMPLETION_INDEX)"],
         "volumeMounts": [
             {"name": "plan", "mountPath": PLAN_MOUNT, "readOnly": True},
             {"name": "outputs", "mountPath": str(mount)},
-            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "shm", "mountPath": SHM_MOUNT},
         ],
     }
     if variables := variables_of(plan.config):

@@ -12,8 +12,10 @@ from prl.config.hub import is_path
 from prl.config.schema import RunConfig
 
 SECRET = "prl"  # the Kubernetes Secret that holds the variables
+PLAN_MOUNT, SHM_MOUNT = "/plan", "/dev/shm"  # of a pod, beside the shared directory
 LONGEST_SUBDOMAIN, LONGEST_IMAGE = 253, 255
 # RFC 1123; a PersistentVolumeClaim's name is a subdomain: labels with dots between them
+RESERVED = (PLAN_MOUNT, SHM_MOUNT, "/proc", "/sys")
 LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 SUBDOMAIN = re.compile(rf"{LABEL}(?:\.{LABEL})*")
 # the grammar of github.com/distribution/reference
@@ -45,6 +47,31 @@ def check_claim(name: str) -> None:
         why="Kubernetes takes small letters, digits, - and . (RFC 1123), a letter or digit at both ends, "
         f"{LONGEST_SUBDOMAIN} at most",
         fix="--volume=CLAIM, as `kubectl get pvc` lists it",
+    )
+
+
+def check_mount(mount: PurePosixPath) -> None:
+    """Raise UserError for where Kubernetes mounts nothing, or a pod has something else."""
+    taken = any(mount.is_relative_to(place) or PurePosixPath(place).is_relative_to(mount) for place in RESERVED)
+    if not taken and ":" not in str(mount):
+        return
+    raise UserError(
+        f"Nothing can be mounted at {mount}.",
+        where=f"--mount={mount}",
+        why="a path with : is none to Kubernetes" if not taken else f"a pod has {', '.join(RESERVED)} already",
+        fix="--mount=/outputs",
+    )
+
+
+def check_volume(name: str) -> None:
+    """Raise UserError for what SkyPilot takes for no name of a volume."""
+    if re.fullmatch(r"[A-Za-z0-9](?:[-\w.]*[A-Za-z0-9])?", name, re.ASCII):
+        return
+    raise UserError(
+        f"{name!r} is no name of a volume.",
+        where=f"--volume={name}",
+        why="SkyPilot takes letters, digits, - . and _, a letter or digit at both ends",
+        fix="--volume=NAME, as `sky volumes ls` lists it",
     )
 
 
@@ -98,7 +125,10 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str]]:
     data = config.sft or config.warm_start
     if data is not None and not data.data.source.startswith("env:"):
         source = data.data.source
-        yield "data.source", f"./{source}" if source.endswith(".jsonl") and not is_path(source) else source
+        yield (
+            "sft.data.source" if config.sft is not None else "warm_start.data.source",
+            f"./{source}" if source.endswith(".jsonl") and not is_path(source) else source,
+        )
     if config.job in ("rl", "eval") and any(source.id == "hf_math" for source in config.env.mix.values()):
         yield "env", "hf_math"
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prl.planning.run_plan import RolePlan, RunPlan, plan_to_json
-from prl.runtime.directory.checkpoints import step_dir
+from prl.runtime.directory.checkpoints import step_dir, steps
 from prl.runtime.directory.evaluation import CONVERTED, SOURCE, read_source
 from prl.runtime.directory.files import replace_file
 from prl.runtime.directory.status_file import StatusFile
@@ -21,6 +21,7 @@ from prl.runtime.supervisor import Household, Outcome, Supervisor
 
 STAGE = "policy"  # directory of the process that reads the checkpoint
 READER = "prl.trainer.checkpoint_reader:main"
+MOST_TRIES = 5
 
 
 def prepare_policy(plan: RunPlan, run_dir: Path, home: Household) -> tuple[str | None, Outcome | None]:
@@ -31,7 +32,23 @@ def prepare_policy(plan: RunPlan, run_dir: Path, home: Household) -> tuple[str |
     note_evaluated(run_dir, config)
     if config.eval.run is None:
         return None, None
-    run = Path(config.eval.run)
+    for _ in range(MOST_TRIES - 1):
+        found, outcome = _prepare(plan, run_dir, home)
+        # the newest of a run that goes on may be dropped for a newer one while it is read
+        if outcome is None or outcome.state != "failed" or config.eval.step != "last" or not _is_dropped(run_dir):
+            return found, outcome
+    return _prepare(plan, run_dir, home)
+
+
+def _is_dropped(run_dir: Path) -> bool:
+    source = read_source(run_dir)
+    return source["step"] not in steps(Path(source["run"]))
+
+
+def _prepare(plan: RunPlan, run_dir: Path, home: Household) -> tuple[str | None, Outcome | None]:
+    """Once."""
+    config = plan.config
+    run = Path(str(config.eval.run))
     step, path = find_policy(config)
     saved = step_dir(run, step) if path is None and step else path
     source = {"run": str(run), "step": step, "path": None if saved is None else str(saved)}

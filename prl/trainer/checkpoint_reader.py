@@ -37,11 +37,26 @@ def main(ctx: ChildContext) -> None:
     run = Path(source["run"])
     config = read_run(run).config
     began = resolve_model_path(config.model, Path(config.cache_dir), _text(start_of(config)))
-    model = read_policy(config, began, step_dir(run, source["step"]) / TRAINER)
+    saved = step_dir(run, source["step"]) / TRAINER
+    try:
+        model = read_policy(config, began, saved)
+    except Exception as error:
+        if saved.is_dir() and (saved / ".metadata").is_file():
+            raise
+        raise dropped(run, source["step"]) from error
     partial = evaluation / f"{CONVERTED}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     export_checkpoint(model, _with_beats(hf_tensors(model), ctx), began, partial, config.model.card)
     os.rename(partial, evaluation / CONVERTED)
+
+
+def dropped(run: Path, step: int) -> UserError:
+    return UserError(
+        f"The checkpoint of step {step} was dropped while it was read.",
+        where=f"eval.run={run}, eval.step={step}",
+        why="its run goes on, and keeps its newest ckpt.keep checkpoints",
+        fix="eval.step=last, the newest whenever it is; later runs keep more with ckpt.keep",
+    )
 
 
 @torch.no_grad()
