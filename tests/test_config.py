@@ -15,6 +15,7 @@ from prl.config.schema import RunConfig
 from prl.config.sweep import compose_points
 
 NEEDS = {
+    "algo=distill": ["algo.teacher.urls=['http://h:1']"],
     "data=jsonl": ["sft.data.source=x.jsonl"],
     "data=hf": ["sft.data.source=owner/name"],
     "env=verifiers": ["env.id=x"],

@@ -60,7 +60,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def interrupted(cluster: Path, number: int) -> subprocess.CompletedProcess[str]:
     """A command that gets the signal while sbatch has taken its job; as the terminal does, its children get it, too."""
-    command = [sys.executable, "-c", SUBMITS, str(cluster / "sweep")]
+    # what is started in the background of a script ignores Ctrl-C, and hands that on
+    command = ["env", "--default-signal=INT", sys.executable, "-c", SUBMITS, str(cluster / "sweep")]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not (cluster / "taken").exists():
         assert child.poll() is None, child.communicate()

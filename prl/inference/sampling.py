@@ -69,9 +69,8 @@ class SamplingParams:
             raise ValueError("logprobs must be 0 or absent: the built-in engine keeps the sampled token's only")
 
         if self.prompt_logprobs not in (None, 0):
-            raise ValueError(
-                "prompt_logprobs must be 0 or absent: the built-in engine tells those of the prompt's tokens"
-            )
+            told = "the built-in engine tells those of the prompt's own tokens (0)"
+            raise ValueError(f"prompt_logprobs={self.prompt_logprobs}: {told}")
 
     @property
     def greedy(self) -> bool:

@@ -94,7 +94,8 @@ class AsClient:
         self.app, self.doors, self.bearer = app, doors, f"Bearer {doors.clients[0].decode()}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and bears(Headers(scope=scope).get("authorization", ""), self.doors.control):
+        is_request = scope["type"] == "http"
+        if is_request and bears(Headers(scope=scope).get("authorization", ""), self.doors.control):
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["authorization"] = self.bearer
             scope = {**scope, "headers": headers.raw}
