@@ -47,14 +47,14 @@ class Session:
         new = [list(lines) for lines in batch if point_key(lines) not in self.points]
         self.points |= zip(map(point_key, new), resolve_points(new, self.config_name, self.swept), strict=True)
         from launch.sweep_file import places_of_ids
-        from prl.config.point import point_id
 
         placed = [self._placed(self.points[point_key(lines)], lines, sweep_dir) for lines in batch]
         places, renamed = places_of_ids(sweep_dir), []
         for index, config in enumerate(placed):
-            old = sweep_dir / places.get(point_id(config), "")
-            if old != sweep_dir and str(old) != config.output_dir:
-                renamed.append(f"{Path(str(config.output_dir)).name} is {old.name}")
+            name = Path(str(config.output_dir)).name
+            old = sweep_dir / places.get(name.rpartition("-")[2], name)  # a label ends with its point's id
+            if old.name != name:
+                renamed.append(f"{name} is {old.name}")
                 placed[index] = config.model_copy(update={"output_dir": str(old)})
         if renamed:
             told = f"{len(renamed)} of these points are in the sweep already, under other names: {renamed[0]}"

@@ -201,7 +201,9 @@ def test_samples_beyond_a_row_are_cut_as_they_are_for_training() -> None:
         score(url, "seq_len=256", group=group_of(sample, rewards=(0.0,)))
     assert asked == [256]
     assert sample.bonus is not None
-    assert len(sample.bonus) == 510
+    assert len(sample.bonus) == 256
+    assert sample.advantages(0.5).tolist() == [0.0] * 10 + [0.5] * 500
+    assert teacher_columns([sample], 1.0) == {"teacher_kl": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -233,6 +235,17 @@ def test_a_busy_teacher_is_asked_again(status: int) -> None:
         score(url, group=group_of(sample, rewards=(0.0,)))
     assert len(asked) == 2
     assert sample.bonus is not None
+
+
+def test_of_two_teachers_one_may_fail() -> None:
+    """The one that fails is always the least busy, and must not be asked for ever."""
+    samples = [sample_of([1, 2], [3]) for _ in range(4)]
+    with (
+        teacher_server(lambda ids: (500, [])) as dead,
+        teacher_server(lambda ids: (200, [-1.0] * (len(ids) - 1))) as url,
+    ):
+        score(f"{dead},{url}", group=group_of(*samples, rewards=(0.0,) * 4))
+    assert all(sample.bonus is not None for sample in samples)
 
 
 def test_a_teacher_that_stays_away_lets_the_run_end_in_order() -> None:

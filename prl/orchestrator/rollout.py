@@ -44,7 +44,8 @@ class Sample:
     versions: array[int] = field(default_factory=lambda: array("i"))
     routing: list[np.ndarray] = field(default_factory=list)  # [some tokens, L, K] each, as they came; all but the last
     kept: KeptTokens | None = None  # up to the last sampled token
-    bonus: np.ndarray | None = None  # float32: of each token, beyond the rollout's advantage (a teacher's); 0 unsampled
+    # a teacher's part, beyond the rollout's advantage: float32 of its first tokens, as many as are trained; 0 unsampled
+    bonus: np.ndarray | None = None
     oldest_version: int = NONE_SAMPLED  # of its sampled tokens; the producer asks whenever a group ends
 
     @property
@@ -66,7 +67,9 @@ class Sample:
         """[T] float32: 0 where nobody sampled."""
         mask = np.asarray(self.loss_mask).view(bool)
         plain = np.where(mask, np.float32(of_rollout), np.float32(0))
-        return plain if self.bonus is None else plain + self.bonus
+        if self.bonus is not None:
+            plain[: len(self.bonus)] += self.bonus
+        return plain
 
     def append_prompt(self, ids: list[int]) -> None:
         self.input_ids.extend(ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from typing import Any
 from urllib.parse import urljoin
 
@@ -26,6 +27,7 @@ from prl.runtime.process.keys import RunKeys
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 MOST_TOKENS = 1 << 31  # of any vocabulary
 LOOK_S = 1.0
+REST_S = 10.0
 ANSWER = aiohttp.ClientTimeout(total=5.0)
 
 
@@ -44,6 +46,7 @@ class ServedEngines(EnginePool):
         self.telling: set[int] = set()  # of these, those that can say which tokens they have drawn
         self.served: dict[str, str] = {}  # URL -> the id there of the model that is asked
         self.empty: set[str] = set()  # of servers that list no model, as while they load one
+        self.resting_until: dict[int, float] = {}  # replicas that have failed, while others are asked
         self.names: dict[int, str] = {}  # of replicas that are asked by COMPLETIONS: what they call their model
 
     async def wait_healthy(self, timeout_s: float) -> None:
@@ -198,7 +201,9 @@ class ServedEngines(EnginePool):
         """An answer with `prompt_logprobs`, what the served model thinks of each token given those before it. Raises
         EngineError.
         """
-        index = self._least_busy(self.decoding)
+        now = time.monotonic()
+        up = [index for index in self.decoding if self.resting_until.get(index, 0.0) <= now]
+        index = self._least_busy(up or self.decoding)
         sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         route, body = GENERATE, {"token_ids": token_ids, "sampling_params": sampling | {"detokenize": False}}
         if index in self.names:
@@ -206,6 +211,9 @@ class ServedEngines(EnginePool):
         self.in_flight[index] += 1
         try:
             return await self._ask(index, route, body, patient=False)
+        except EngineError:
+            self.resting_until[index] = time.monotonic() + REST_S  # who answers nothing would be the least busy
+            raise
         finally:
             self.in_flight[index] -= 1
 

@@ -52,14 +52,13 @@ class Teacher:
         self.tau, self.seq_len, self.renderer, self.gone = teacher.tau, config.seq_len, renderer, gone
         self.timeout_s = config.deployment.start_timeout_s
         self.places = asyncio.Semaphore(AT_ONCE * len(teacher.urls))
-        self.answered = time.monotonic()
+        self.answered = 0.0  # when one has, last
 
     async def prepare(self) -> None:
         """Until all are there. Raises UserError for one that cannot teach this policy."""
         await self.pool.wait_healthy(self.timeout_s)
         for url in self.pool.urls:
             await self._check_tokenizer(url)
-        self.answered = time.monotonic()
 
     async def score(self, group: Group) -> None:
         """Give all samples of a group their `bonus`. Raises UserError for a teacher that refuses them."""
@@ -67,26 +66,26 @@ class Teacher:
         for sample, logp in zip(samples, await asyncio.gather(*map(self._logprobs, samples)), strict=True):
             mask = np.asarray(sample.loss_mask).view(bool)[: self.seq_len]
             ours = np.asarray(sample.logp_infer)[: self.seq_len]
-            bonus = np.where(mask, self.tau * (np.maximum(logp, FLOOR) - ours), 0.0).astype(np.float32)
-            sample.bonus = np.pad(bonus, (0, len(sample.input_ids) - len(bonus)))
+            sample.bonus = np.where(mask, self.tau * (np.maximum(logp, FLOOR) - ours), 0.0).astype(np.float32)
 
     async def close(self) -> None:
         await self.pool.close()
 
     async def _logprobs(self, sample: Sample) -> np.ndarray:
         """[T] of each token given those before it; 0 of the first."""
-        ids = sample.input_ids[: self.seq_len].tolist()
+        ids, failing_since = sample.input_ids[: self.seq_len].tolist(), 0.0
         while True:
             try:
                 async with self.places:
-                    found = read_logprobs(await self.pool.score(ids), ids)
+                    answer = await self.pool.score(ids)
                 self.answered = time.monotonic()
-                return found
+                return await asyncio.to_thread(read_logprobs, answer, ids)
             except EngineError as error:
                 if error.refused and error.status not in BUSY:
                     raise self._refuses(str(error)) from error
                 log.warning("a teacher is asked again: %s", error)
-                if time.monotonic() - self.answered > self.timeout_s:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - max(failing_since, self.answered) > self.timeout_s:
                     self.gone(self._is_away(str(error)))
                     await asyncio.Event().wait()  # until the run has ended in order
                 await asyncio.sleep(AGAIN_S)
@@ -156,6 +155,9 @@ def read_logprobs(answer: dict[str, Any], ids: list[int]) -> np.ndarray:
 def teacher_columns(samples: list[Sample], tau: float) -> dict[str, float]:
     """For a step's row: mean over its tokens of log p_policy - log p_teacher, the reverse KL in nats as sampled."""
     scored = [sample for sample in samples if sample.bonus is not None]
-    tokens = sum(sum(sample.loss_mask) for sample in scored)
-    total = sum(float(np.sum(sample.bonus, dtype=np.float64)) for sample in scored if sample.bonus is not None)
+    tokens, total = 0, 0.0
+    for sample in scored:
+        assert sample.bonus is not None
+        tokens += int(np.count_nonzero(np.asarray(sample.loss_mask)[: len(sample.bonus)]))
+        total += float(np.sum(sample.bonus, dtype=np.float64))
     return {"teacher_kl": -total / tau / tokens} if tokens else {}
