@@ -14,7 +14,7 @@ from prl.config.cards import card_to_hf_config
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm import launch, versions
-from prl.inference.vllm.causes import first_error
+from prl.inference.vllm.causes import first_error, refused
 from prl.planning.commands import render_commands
 from prl.planning.planner import make_plan
 from prl.planning.vllm_arguments import cpu_environment, kv_cache_bytes, server_arguments, to_argv
@@ -85,6 +85,21 @@ def test_the_root_cause_is_the_first_error_that_the_engine_has_logged() -> None:
     ):
         assert first_error(told.format(line)) == cause
     assert first_error("vLLM 0.32\n") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "where"),
+    [
+        ("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "gpu_memory_utilization"),
+        ("Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired", "gpu_memory_utilization"),
+        ("(2.1 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB)", "max_model_len"),
+        ("unrecognized arguments: --no-such", "keys of inference that become arguments"),
+    ],
+)
+def test_too_little_memory_is_no_wrong_argument(said: str, where: str) -> None:
+    error = refused(said)
+    assert where in error.where
+    assert said in error.what
 
 
 def test_an_engine_that_shares_its_gpu_sleeps_and_takes_half_of_it() -> None:
