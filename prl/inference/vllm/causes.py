@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 20  # of the log, from the start of the engine on
 LOGGED = r"^\(\w+ pid=\d+\) ERROR [^\[]*\[[\w.]+:\d+\] "  # (Worker pid=7) ERROR 11-22 21:46:23 [core.py:10]
 RAISED = re.compile(LOGGED + r"(?:\w+\.)*(\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 MEMORY = re.compile(
-    r"No available memory for the cache blocks|Free memory on device|cache is needed, which is larger than the available"
+    "No available memory for the cache blocks|Free memory on device|cache is needed, which is larger than the available"
 )
 REFUSALS = ("ValueError", "NotImplementedError")  # how vLLM refuses arguments, and too little memory for the cache
 
@@ -48,8 +48,8 @@ def refused(reason: object) -> UserError:
             where="inference.vllm.gpu_memory_utilization, inference.max_model_len",
             why="weights, the largest step and the KV cache of one request must fit into its part of the device, which "
             "others may share",
-            fix="inference.vllm.gpu_memory_utilization=0.95, a smaller inference.max_model_len or inference.max_num_seqs, "
-            "a larger inference.tp; or a device that nobody else uses",
+            fix="inference.vllm.gpu_memory_utilization=0.95, a smaller inference.max_model_len or "
+            "inference.max_num_seqs, a larger inference.tp; or a device that nobody else uses",
         )
     return UserError(
         f"vLLM refuses its arguments: {reason}",
