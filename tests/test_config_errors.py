@@ -89,6 +89,13 @@ def test_signs_that_stand_in_quotation_marks_are_shown_in_them(line: str, fix: s
     assert parse([word])
 
 
+def test_keys_of_submitting_and_objects_for_groups_are_shown_where_they_stand() -> None:
+    (problem,) = problems(["dry_run=true"])
+    assert problem.fix == "hydra.launcher.dry_run=... with hydra/launcher=slurm"
+    (problem,) = problems(["memory_recipe={a: 1}"])
+    assert problem.fix == "memory_recipe.NAME=VALUE"
+
+
 def test_a_choice_as_the_value_of_its_node_is_told_with_its_group() -> None:
     (problem,) = problems(["sft.data=jsnl"], "sft")
     assert (problem.why, problem.fix) == ("it holds keys, and is no value itself", "data=jsonl")

@@ -145,6 +145,7 @@ class NotAnEnvironment:
         ("revers_text", {}, "did you mean 'reverse_text'"),
         ("zzz", {}, "built in are reverse_text"),
         ("no_such_module:Env", {}, "cannot be imported.*no_such_module"),
+        *((name, {}, "there is no environment") for name in (":X", "a:", ".a:X", "a b:X", "a:X.y", "a:b:c")),
         ("prl.envs.countdown:Nothing", {}, "cannot be imported.*Nothing"),
         ("countdown", {"numberz": 3}, "refuses its arguments.*numberz"),
         ("countdown", {"numbers": 1}, "refuses its arguments.*at least 2 numbers"),

@@ -204,6 +204,9 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         remedy = next((line.partition(_HYDRAS_REMEDY)[2] for line in lines if line.startswith(_HYDRAS_REMEDY)), "")
         why = " ".join(line for line in lines[1:4] if not line.startswith(_HYDRAS_REMEDY))
         fix = shlex.quote(remedy) if remedy else f"leave it out; {all_keys(config_name)} shows what there is"
+        if "={" in remedy:  # Hydra's own would add a key with that name
+            group = remedy.lstrip("+").partition("=")[0]
+            why, fix = "a group takes the name of a choice; keys in it are set one by one", f"{group}.NAME=VALUE"
         found = [UserError(lines[0] if lines else repr(cause), where=f"conf/{config_name}.yaml", why=why, fix=fix)]
     return ConfigError(found)
 

@@ -298,7 +298,17 @@ def _in_open_node(key: str) -> str | None:
     return f"{close[0]}.{last}" if close else None
 
 
+OF_A_LAUNCHER = ("dry_run", "retry_failed", "parallel_points")
+
+
 def unknown_key(key: str, known: Iterable[str], job: str = "rl") -> UserError:
+    if key in OF_A_LAUNCHER:
+        return UserError(
+            f"There is no key {key!r}. Did you mean 'hydra.launcher.{key}'?",
+            where=key,
+            why="it is for submitting, and stands with what submits",
+            fix=f"hydra.launcher.{key}=... with hydra/launcher=slurm",
+        )
     guess = _in_open_node(key) or nearest(key, known)
     return UserError(
         f"There is no key {key!r}." + (f" Did you mean {guess!r}?" if guess else ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -41,7 +42,7 @@ def told_with_keys(id_key: str, args_key: str) -> Iterator[None]:
 def load_env(env_id: str, args: dict[str, Any]) -> Environment:
     """Build the environment `env_id`: the name of a built-in one, or "package.module:Class". Raises UserError."""
     target = BUILT_IN.get(env_id, env_id)
-    if ":" not in target:
+    if not re.fullmatch(r"[\w.]*\w:\w+", target) or target.startswith("."):
         near = difflib.get_close_matches(env_id, BUILT_IN, n=1)
         raise UserError(
             f"there is no environment {env_id!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
