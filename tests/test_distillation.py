@@ -269,6 +269,11 @@ def test_another_tokenizer_and_a_short_context_are_told_before_anything_is_sampl
         score(url, group=group)
     assert "takes 256 tokens" in short.value.what
     assert "start it with 257" in short.value.fix
+    none = {"/v1/models": (200, {"data": []})}
+    with teacher_server(lambda ids: (200, []), none) as url, pytest.raises(AwayError, match="lists no model") as empty:
+        score(url, group=group)
+    assert "for 1 s" in empty.value.why, "before the supervisor would say that the orchestrator does not come up: 1.5 s"
+    assert empty.value.where == "algo.teacher.urls"
     two = {"/v1/models": (200, {"data": [{"id": "a"}, {"id": "b"}]})}
     with teacher_server(lambda ids: (200, []), two) as url, pytest.raises(UserError) as several:
         score(url, group=group)
@@ -351,6 +356,7 @@ URLS = "algo.teacher.urls=[http://h:1]"
         ([URLS, "inference.urls=[http://h:1]", "inference.control_key_var=K"], "and its teacher", "another address"),
         (["algo.teacher.urls=[http://localhost:1]", "deployment=multi_node"], "teacher on loopback", "--host 0.0.0.0"),
         ([URLS, "algo.group_size=1"], "no baseline", "algo.adv_tau=0"),
+        (["algo.teacher.urls=[localhost:80]"], "not valid", "algo.teacher.urls=[http://localhost:80]"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_refused(overrides: list[str], what: str, fix: str) -> None:

@@ -152,6 +152,7 @@ def _key_of(location: tuple[int | str, ...], known: set[str]) -> str:
 
 
 KINDS_OF_NODE = ("model_type", "model_attributes_type", "dict_type")  # what pydantic says of a value in their place
+ADDRESSES = ("inference.urls", "algo.teacher.urls")
 WORDS_OF_KIND = {
     "tuple_type": "it must be a list, [a,b]",
     **dict.fromkeys(KINDS_OF_NODE, "it holds keys, and is no value itself"),
@@ -160,7 +161,7 @@ WORDS_OF_KIND = {
 
 def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
     in_words = [WORDS_OF_PATTERN[i["ctx"]["pattern"]] for i in items if i["type"] == "string_pattern_mismatch"]
-    if key == "inference.urls" and in_words and (wrong := _wrong_in_url(str(items[0]["input"]))):
+    if key in ADDRESSES and in_words and (wrong := _wrong_in_url(str(items[0]["input"]))):
         in_words = [f"{wrong}: {in_words[0]}"]
     messages = in_words[:1] or [
         WORDS_OF_KIND[item["type"]] if item["type"] in WORDS_OF_KIND else _in_words(str(item["msg"])) for item in items
@@ -234,7 +235,7 @@ def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
         if item["type"] in KINDS_OF_NODE:
             below = [name for name in schema_keys() if name.startswith(f"{key}.") and not is_group(name)]
             return f"{below[0] if below else f'{key}.NAME'}=VALUE"
-        if key == "inference.urls":
+        if key in ADDRESSES:
             server = re.search(r"([\w.-]+):(\d+)(?![\w.])", str(item["input"]))
             if server and _is_port(server[2]):
                 return f"{key}=[http://{server[0]}] as the address of a server, or {key}=[]"

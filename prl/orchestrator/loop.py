@@ -95,6 +95,9 @@ class Orchestrator:
             if self.external is not None:
                 await self._with_beats(self.external.take())
             background.append(self._in_background(followed()))
+            if config.algo.teacher.urls:
+                self.teacher = Teacher(config, renderer, self.fail)
+                await self._with_beats(self.teacher.prepare())
             await self._with_beats(self._wait_for_others())
             lockstep = Lockstep(self.engines) if config.algo.max_off_policy_steps == 0 else None
             failures = FailureLog(ctx.run_dir)
@@ -105,9 +108,6 @@ class Orchestrator:
             counts = {name: env.counts["train"] for name, env in self.envs.items()}
             weights = {name: source.weight for name, source in config.env.mix.items()}
             sampler = TaskSampler(counts, weights, config.seed)
-            if config.algo.teacher.urls:
-                self.teacher = Teacher(config, renderer, self.fail)
-                await self._with_beats(self.teacher.prepare())
             self.producer = Producer(config, self.runner, sampler, self.takes_turns, self.teacher)
             self.kept = KeptRollouts(ctx.run_dir, config.logging.rollouts, renderer, config.seed, ctx.resume_step)
             self._restore()

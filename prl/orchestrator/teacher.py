@@ -32,6 +32,7 @@ AT = "algo.teacher"
 AT_ONCE = 32  # requests to each server
 FLOOR = -30.0  # nats: what is less probable to the teacher is so much of a mistake and no more
 AGAIN_S = 1.0
+PART = 0.7  # of the time for starting
 BUSY = (408, 409, 425, 429)  # of a server that may take the same request later
 PROBE = "Hello, world! 1234567890 = 3 x^2; é 你好 \n\tdef f(x):"  # in which tokenizers differ
 
@@ -55,8 +56,10 @@ class Teacher:
         self.answered = 0.0  # when one has, last
 
     async def prepare(self) -> None:
-        """Until all are there. Raises UserError for one that cannot teach this policy."""
-        await self.pool.wait_healthy(self.timeout_s)
+        """Until all are there. Raises UserError for one that cannot teach this policy, before who watches over the
+        run's processes would say that this one does not come up.
+        """
+        await self.pool.wait_healthy(PART * self.timeout_s)
         for url in self.pool.urls:
             await self._check_tokenizer(url)
 
