@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from launch.points import Point
 from launch.settings import LauncherSettings
 from prl.config.errors import ConfigError, UserError
-from prl.config.rules.external import on_loopback
+from prl.config.rules.external import asked_servers, on_loopback
 from prl.config.schema import SlurmConfig
-from prl.runtime.external import asked_servers
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ def test_samples_beyond_a_row_are_cut_as_they_are_for_training() -> None:
         (lambda ids: (400, []), "400"),
         (lambda ids: (200, [-1.0]), "prompt_logprobs were asked for"),
         (lambda ids: (200, ["x"] * (len(ids) - 1)), "could not convert"),
+        (lambda ids: (200, [5.0] * (len(ids) - 1)), "above 0"),
         (lambda ids: (200, [None] * (len(ids) - 1)), "TypeError"),
     ],
 )
@@ -219,6 +220,7 @@ def test_a_server_that_is_no_teacher_ends_the_run_at_once(answer, said: str) -> 
     with teacher_server(answer) as url, pytest.raises(UserError, match="does not tell what it thinks") as refused:
         score(url, group=group_of(sample_of([1, 2], [3]), rewards=(0.0,)))
     assert said in refused.value.why
+    assert url in refused.value.why
     assert "algo.teacher.urls" in refused.value.where
 
 
@@ -250,12 +252,27 @@ def test_of_two_teachers_one_may_fail() -> None:
 
 def test_a_teacher_that_stays_away_lets_the_run_end_in_order() -> None:
     gone: list[Exception] = []
-    group = group_of(sample_of([1, 2], [3]), rewards=(0.0,))
+    group = group_of(*(sample_of([1, 2], [3]) for _ in range(5)), rewards=(0.0,) * 5)  # told by one of them
     with teacher_server(lambda ids: (503, [])) as url, pytest.raises(TimeoutError):
         score(url, group=group, gone=gone)
     (error,) = gone
     assert isinstance(error, AwayError)
     assert "No teacher has answered for 2 s" in str(error)
+    assert url in str(error)
+
+
+def test_a_teacher_that_takes_a_request_and_never_answers_is_away() -> None:
+    over, gone = threading.Event(), list[Exception]()
+
+    def answer(ids: list[int]) -> tuple[int, list[float]]:
+        over.wait(20)
+        return 200, [-1.0] * (len(ids) - 1)
+
+    with teacher_server(answer) as url:
+        with pytest.raises(TimeoutError):
+            score(url, group=group_of(sample_of([1, 2], [3]), rewards=(0.0,)), gone=gone)
+        over.set()
+    (error,) = gone
     assert url in str(error)
 
 
@@ -282,11 +299,12 @@ def test_another_tokenizer_and_a_short_context_are_told_before_anything_is_sampl
 
 @pytest.mark.parametrize(
     "answer",
-    [{}, {"choices": []}, {"prompt_logprobs": "x"}, {"prompt_logprobs": [None]}, {"prompt_logprobs": [None, None]},
+    [[1, 2], {}, {"choices": []},
+     {"prompt_logprobs": "x"}, {"prompt_logprobs": [None]}, {"prompt_logprobs": [None, None]},
      {"prompt_logprobs": [None, {"9": {"logprob": -1}}]}, {"prompt_logprobs": [None, {"2": {"logprob": "nan"}}]},
      {"prompt_logprobs": [None, {"2": -1.0}]}],
 )  # fmt: skip
-def test_answers_that_are_none_are_no_numbers(answer: dict[str, Any]) -> None:
+def test_answers_that_are_none_are_no_numbers(answer: Any) -> None:
     with pytest.raises((LookupError, TypeError, ValueError)):
         read_logprobs(answer, [1, 2])
     assert read_logprobs({"prompt_logprobs": [None, {"2": {"logprob": -1}}]}, [1, 2]).tolist() == [0, -1]

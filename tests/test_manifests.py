@@ -99,6 +99,7 @@ def test_what_a_manifest_lacks_is_asked_for(kind: str, site: Site, overrides: tu
           for name in ("https://r/i", "R/I/Upper", "a b", "i:", "i:-x", "i@sha256:12", "a//b")),
         *(("k8s", Site(image="i", volume="v", mount=place), "--mount=/outputs")
           for place in ("/plan", "/plan/a", "/dev", "/dev/shm", "/", "/proc/x", "/a:b")),
+        ("k8s", Site(image="i", volume="v", accelerator="H100"), "without --accelerator"),
         ("skypilot", Site(volume="Bad Vol!", mount="/mnt", accelerator="H100"), "--volume=NAME"),
         ("skypilot", Site(image="Up Per", mount="/mnt", accelerator="H100"), "--image=ghcr.io/you/prl:1.0"),
     ],
@@ -231,3 +232,16 @@ def test_dollars_in_a_pods_command_are_no_variables() -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"][3] == "/outputs/a$$(JOB_COMPLETION_INDEX)$$$$b"
     assert container["command"][-1] == "--node=$(JOB_COMPLETION_INDEX)"
+
+
+@pytest.mark.parametrize("kind", ["k8s", "skypilot"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algo.teacher.urls=[http://127.0.0.1:1]"],
+        ["inference.urls=[http://localhost:1]", "inference.control_key_var=K"],
+    ],
+)
+def test_servers_on_loopback_are_not_reached_from_a_node(kind: str, words: list[str]) -> None:
+    with pytest.raises(UserError, match="does not reach"):
+        emit(compose(words), kind, K8S if kind == "k8s" else SKY)

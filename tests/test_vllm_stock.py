@@ -154,6 +154,11 @@ def test_the_plugin_says_once_where_the_lease_is() -> None:
     plain: dict[str, str] = {}
     lend(plain)
     assert plain == {}
+    with pytest.MonkeyPatch.context() as patch:  # and ends one of ours that has no key before it loads anything
+        patch.setattr(sys, "argv", ["vllm", "serve", "m", *MIDDLEWARE.split()])
+        for none in ({}, {"PRL_CONTROL_KEY": " "}):
+            with pytest.raises(SystemExit, match="export PRL_CONTROL_KEY="):
+                lend(none)
     lent = {"PRL_CONTROL_KEY": CONTROL}
     lend(lent)
     first = lent["PRL_WEIGHT_SOURCE"]

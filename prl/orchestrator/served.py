@@ -197,9 +197,9 @@ class ServedEngines(EnginePool):
                 ids.append(end)
         return Generation(ids, [0.0] * len(ids), [0] * len(ids), reason, None)
 
-    async def score(self, token_ids: list[int]) -> dict[str, Any]:
-        """An answer with `prompt_logprobs`, what the served model thinks of each token given those before it. Raises
-        EngineError.
+    async def score(self, token_ids: list[int]) -> tuple[str, dict[str, Any]]:
+        """Who answered, and an answer with `prompt_logprobs`, what the served model thinks of each token given those
+        before it. Raises EngineError.
         """
         now = time.monotonic()
         up = [index for index in self.decoding if self.resting_until.get(index, 0.0) <= now]
@@ -210,7 +210,7 @@ class ServedEngines(EnginePool):
             route, body = COMPLETIONS, {"model": self.names[index], "prompt": token_ids, **sampling}
         self.in_flight[index] += 1
         try:
-            return await self._ask(index, route, body, patient=False)
+            return self.urls[index], await self._ask(index, route, body, patient=False)
         except EngineError:
             self.resting_until[index] = time.monotonic() + REST_S  # who answers nothing would be the least busy
             raise

@@ -30,6 +30,7 @@ log = logging.getLogger("prl.orchestrator")
 
 AT = "algo.teacher"
 AT_ONCE = 32  # requests to each server
+ROUNDING = 1e-2  # above 0, that a log-probability may be
 FLOOR = -30.0  # nats: what is less probable to the teacher is so much of a mistake and no more
 AGAIN_S = 1.0
 PART = 0.7  # of the time for starting
@@ -47,6 +48,8 @@ class Teacher:
             "served_model": teacher.served_model,
             "api_key_var": teacher.api_key_var,
             "max_model_len": longest_asked(config),
+            # who takes a request and never answers is away, too
+            "request_timeout_s": min(config.inference.request_timeout_s, config.deployment.start_timeout_s),
         }
         inference: InferenceConfig = config.inference.model_copy(update=asked)
         self.pool = ServedEngines(inference, renderer, AT, "the teacher's part of the run")
@@ -54,6 +57,7 @@ class Teacher:
         self.timeout_s = config.deployment.start_timeout_s
         self.places = asyncio.Semaphore(AT_ONCE * len(teacher.urls))
         self.answered = 0.0  # when one has, last
+        self.is_gone = False
 
     async def prepare(self) -> None:
         """Until all are there. Raises UserError for one that cannot teach this policy, before who watches over the
@@ -78,22 +82,26 @@ class Teacher:
         """[T] of each token given those before it; 0 of the first."""
         ids, failing_since = sample.input_ids[: self.seq_len].tolist(), 0.0
         while True:
+            url, began = "a teacher", time.monotonic()
             try:
                 async with self.places:
-                    answer = await self.pool.score(ids)
+                    began = time.monotonic()
+                    url, answer = await self.pool.score(ids)
                 self.answered = time.monotonic()
                 return await asyncio.to_thread(read_logprobs, answer, ids)
             except EngineError as error:
                 if error.refused and error.status not in BUSY:
                     raise self._refuses(str(error)) from error
                 log.warning("a teacher is asked again: %s", error)
-                failing_since = failing_since or time.monotonic()
+                failing_since = failing_since or began
                 if time.monotonic() - max(failing_since, self.answered) > self.timeout_s:
-                    self.gone(self._is_away(str(error)))
+                    if not self.is_gone:  # many wait: one of them says it
+                        self.is_gone = True
+                        self.gone(self._is_away(str(error)))
                     await asyncio.Event().wait()  # until the run has ended in order
                 await asyncio.sleep(AGAIN_S)
             except (LookupError, TypeError, ValueError) as error:
-                raise self._refuses(f"its answer cannot be read: {type(error).__name__}: {error}") from error
+                raise self._refuses(f"{url}: its answer cannot be read: {in_words(error)}") from error
 
     async def _check_tokenizer(self, url: str) -> None:
         """Raises UserError where the teacher cuts text otherwise than the policy: its tokens would mean something else.
@@ -143,6 +151,8 @@ def read_logprobs(answer: dict[str, Any], ids: list[int]) -> np.ndarray:
     """[T] float32 of vLLM's `prompt_logprobs`: for each token but the first an object by token id. Raises ValueError,
     LookupError or TypeError for what is none.
     """
+    if not isinstance(answer, dict):
+        raise ValueError("it is no object")
     told = answer.get("prompt_logprobs")
     if told is None:
         told = answer["choices"][0].get("prompt_logprobs")
@@ -150,9 +160,15 @@ def read_logprobs(answer: dict[str, Any], ids: list[int]) -> np.ndarray:
         raise ValueError(f"{len(ids)} prompt_logprobs were asked for, and {len(told or ())} came")
     numbers = [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], told[1:], strict=True)]
     found = np.array([0.0, *numbers], np.float32)
-    if not np.isfinite(found).all():
-        raise ValueError("prompt_logprobs that are not finite")
+    if not np.isfinite(found).all() or found.max() > ROUNDING:
+        raise ValueError("prompt_logprobs that are not finite, or above 0, are no logarithms of probabilities")
     return found
+
+
+def in_words(error: Exception) -> str:
+    if isinstance(error, LookupError):
+        return f"it says nothing of {error}"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def teacher_columns(samples: list[Sample], tau: float) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from prl.config.errors import UserError
+from prl.config.rules.external import asked_servers, on_loopback
 from prl.config.schema import RunConfig
 from prl.planning.planner import make_plan
 from prl.planning.pod_needs import (
@@ -57,6 +58,20 @@ def emit(config: RunConfig, kind: str, site: Site, modules: Iterable[str] = ()) 
     mount = PurePosixPath(site.mount or MOUNT)
     if not mount.is_absolute():
         raise UserError(f"{mount} is no absolute path.", where="--mount", fix=f"--mount={MOUNT}")
+    if kind == "k8s" and site.accelerator:
+        raise UserError(
+            "--accelerator is for SkyPilot.",
+            where=f"--accelerator={site.accelerator}, --emit=k8s",
+            why="a pod asks for nvidia.com/gpu; which kind its node has is the node pool's",
+            fix="without --accelerator",
+        )
+    if near := [url for urls in asked_servers(config) for url in on_loopback(urls)]:
+        raise UserError(
+            f"A pod does not reach {near[0]}." if kind == "k8s" else f"A task does not reach {near[0]}.",
+            where=f"inference.urls, algo.teacher.urls, --emit={kind}",
+            why="on its node, loopback is the node itself",
+            fix="the address of the server's host (it is started with inference.host=0.0.0.0, or --host)",
+        )
     plan = make_plan(_placed(config, mount))
     if site.image:
         check_image(site.image)
@@ -102,7 +117,8 @@ def _placed(config: RunConfig, mount: PurePosixPath) -> RunConfig:
             raise UserError(
                 f"{path} does not lie in {mount}.",
                 where=f"{key}, --mount",
-                why="nodes meet in the run directory, and share what one of them makes",
+                why="nodes meet in the run directory, and share what one of them makes"
+                + "; a path with .. may lead anywhere" * (".." in path.parts),
                 fix=f"a relative path, or --mount=THE_SHARED_DIRECTORY (default {MOUNT})",
             )
     return config.model_copy(update={"output_dir": str(point), "cache_dir": str(cache)})

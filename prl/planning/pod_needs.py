@@ -15,7 +15,7 @@ SECRET = "prl"  # the Kubernetes Secret that holds the variables
 PLAN_MOUNT, SHM_MOUNT = "/plan", "/dev/shm"  # of a pod, beside the shared directory
 LONGEST_SUBDOMAIN, LONGEST_IMAGE = 253, 255
 # RFC 1123; a PersistentVolumeClaim's name is a subdomain: labels with dots between them
-RESERVED = (PLAN_MOUNT, SHM_MOUNT, "/proc", "/sys")
+RESERVED = (PLAN_MOUNT, SHM_MOUNT, "/proc", "/sys", "/etc", "/usr", "/bin", "/lib")
 LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 SUBDOMAIN = re.compile(rf"{LABEL}(?:\.{LABEL})*")
 # the grammar of github.com/distribution/reference

@@ -51,6 +51,8 @@ def _summary(plan: RunPlan) -> list[str]:
         lines.append(f"mesh        {sizes} = {mesh.world_size} ranks; ep {mesh.ep}; {mesh.data_ranks} data ranks")
     if config.inference.urls:
         lines.append(f"engines     {', '.join(config.inference.urls)}: they run already, on devices of their own")
+    if config.job == "rl" and config.algo.teacher.urls:
+        lines.append(f"teacher     {', '.join(config.algo.teacher.urls)}: runs already, and gets no weights")
     if mixed := mixed_environments(plan):
         lines.append(f"mix         {mixed}")
     if uneven := uneven_experts(plan):

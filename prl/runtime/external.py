@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from prl.config.errors import AwayError, UserError
 from prl.config.keys import as_override
 from prl.config.point import UNTRAINED
+from prl.config.rules.external import asked_servers
 from prl.config.schema import InferenceConfig, RunConfig
 from prl.runtime.directory.files import parse_object
 from prl.runtime.process.keys import users_key
@@ -57,13 +58,6 @@ def check_keys(config: RunConfig) -> None:
     ):
         if name is not None:
             users_key(key, name, what)
-
-
-def asked_servers(config: RunConfig) -> list[tuple[str, ...]]:
-    """Addresses that run already and without which this job does nothing; of each tuple one must be there."""
-    engines = config.inference.urls if config.job in ("rl", "eval") else ()
-    found = [engines] if config.job == "rl" else [(url,) for url in engines]
-    return [urls for urls in found if urls] + [(url,) for url in config.algo.teacher.urls if config.job == "rl"]
 
 
 def keys_of(inference: InferenceConfig) -> tuple[str, str]:

@@ -149,6 +149,11 @@ class WeightSource:
 
     @staticmethod
     def from_environment() -> WeightSource:
+        if VARIABLE not in os.environ:
+            raise RuntimeError(
+                f"{VARIABLE} is not set: this vLLM was not started by prl.inference, nor with PRL_CONTROL_KEY in its "
+                "environment (prl/inference/README.md, Engines that run already)"
+            )
         return WeightSource.from_fields(json.loads(os.environ[VARIABLE]))
 
     @staticmethod

@@ -28,6 +28,13 @@ def on_loopback(urls: tuple[str, ...]) -> list[str]:
     return [url for url in urls if urlsplit(url).hostname in LOOPBACK_HOSTS]
 
 
+def asked_servers(config: RunConfig) -> list[tuple[str, ...]]:
+    """Addresses that run already and without which this job does nothing; of each tuple one must be there."""
+    engines = config.inference.urls if config.job in ("rl", "eval") else ()
+    found = [engines] if config.job == "rl" else [(url,) for url in engines]
+    return [urls for urls in found if urls] + [(url,) for url in config.algo.teacher.urls if config.job == "rl"]
+
+
 def engines_elsewhere_belong_to_rl(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if not inference.urls:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from prl.config.errors import UserError
 from prl.inference.vllm.versions import transfer_engine
 from prl.planning.vllm_arguments import BACKEND
+from prl.runtime.external import MIDDLEWARE
 from prl.transport.sources import VARIABLE, WeightSource
 
 KEY = "PRL_CONTROL_KEY"  # the variable that holds the control key of a plain `vllm serve`
@@ -30,7 +33,18 @@ def register() -> None:
 
 
 def lend(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have this vLLM's processes, which are yet to start, find the lease where its server will keep it."""
+    """Have this vLLM's processes, which are yet to start, find the lease where its server will keep it. Ends a server
+    of ours that has no key, before its model is loaded: SystemExit, for vLLM passes over what else a plugin raises.
+    """
+    if VARIABLE not in environment and not environment.get(KEY, "").strip() and MIDDLEWARE.split()[1] in sys.argv:
+        raise SystemExit(
+            UserError(
+                f"the environment variable {KEY} is not set or empty",
+                where=MIDDLEWARE,
+                why="it holds the control key, with which a run brings its weights",
+                fix=f"export {KEY}=$(openssl rand -hex 16), here and for the run",
+            ).render()
+        )
     if environment.get(KEY) and VARIABLE not in environment:
         file = Path(tempfile.gettempdir()) / f"prl-lease-{os.getpid()}-{secrets.token_hex(8)}.json"
         environment.update(WeightSource("filesystem", "/nowhere", "", (), 0.0, str(file)).to_environment())
