@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.code_copy import FrozenCode
 from launch.points import Point
-from prl.runtime.directory.files import change_object, damaged, read_object_or_default
+from prl.runtime.directory.files import change_object, damaged, read_object, read_object_or_default
 
 SWEEP_FILE = "sweep.json"
 
@@ -33,6 +33,11 @@ def record_points(sweep_dir: Path, points: Iterable[Point]) -> None:
     def add(sweep: dict[str, Any]) -> None:
         _complete(sweep, sweep_dir)
         known = {point["dir"] for point in sweep["points"]}
+        ids = {point.plan.point_id: name_in(sweep_dir, point.path) for point in points}
+        # a point that somebody has moved or removed, and that is, or will be, somewhere else now
+        gone = [row for row in sweep["points"] if ids.get(row.get("point_id"), row["dir"]) != row["dir"]]
+        gone = [row for row in gone if not (sweep_dir / row["dir"]).exists()]
+        sweep["points"] = [row for row in sweep["points"] if row not in gone]
         for point in points:
             name = name_in(sweep_dir, point.path)
             if name not in known:
@@ -88,12 +93,17 @@ def refused_points(sweep: dict[str, Any]) -> dict[str, str]:
 
 def places_of_ids(sweep_dir: Path) -> dict[str, str]:
     """Where the sweep has each point, by its id: the directory's name also tells the axes of the command that was first
-    to name it. Raises UserError if the record is damaged.
+    to name it, or is what somebody has called it since. Raises UserError if the record is damaged.
     """
     found: dict[str, str] = {}
-    for row in read_sweep(sweep_dir)["points"]:
+    rows = read_sweep(sweep_dir)["points"]
+    for row in rows:
         if isinstance(point_id := row.get("point_id"), str) and (sweep_dir / row["dir"]).is_dir():
             found.setdefault(point_id, row["dir"])
+    recorded = {row["dir"] for row in rows}
+    for plan in sorted(sweep_dir.glob("*/plan.json")):
+        if plan.parent.name not in recorded and (told := read_object(plan)) is not None:
+            found.setdefault(str(told.get("point_id")), plan.parent.name)
     return found
 
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from launch.code_copy import FrozenCode
+from launch.points import make_points
 from launch.session import Session
 from launch.slurm import write_script
 from launch.sweep_file import job_of_points, read_sweep, record_job, record_points, submission
@@ -300,3 +301,10 @@ def test_a_point_is_found_in_its_sweep_whatever_axes_named_it_first(tmp_path, ca
         f"seed-2-{points[1]['point_id']}",  # whose directory somebody has removed
     ]
     assert places({"seed", "optim.lr"}, ("seed=1", "optim.lr=0.001")) == [first[0]]
+    (sweep / first[0]).rename(sweep / "best")  # by hand
+    (sweep / "best" / "plan.json").write_text(json.dumps({"point_id": points[0]["point_id"]}))
+    assert places({"seed", "optim.lr"}, ("seed=1", "optim.lr=0.001")) == ["best"]
+    config = Session(lambda config: 0, swept={"seed"}).configs_of([("seed=1", "optim.lr=0.001")], sweep)[0]
+    record_points(sweep, make_points([("seed=1",)], [config]))
+    listed = {row["dir"]: row["point_id"] for row in read_sweep(sweep)["points"]}
+    assert listed == {"best": points[0]["point_id"], first[1]: points[1]["point_id"]}, "once, and where it is"

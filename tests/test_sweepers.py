@@ -17,6 +17,7 @@ from launch.hydra_plugin import refuse_objectives
 from launch.points import Point
 from launch.waiting import outcome, wait_for
 from prl.config import compose
+from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.config.sweep import corners, expand
 from prl.metrics.writer import MetricsWriter
@@ -241,6 +242,17 @@ def test_points_without_a_value_are_refused_before_they_train(tmp_path, job, ove
     with pytest.raises(ConfigError, match="learns from results would get none") as refused:
         waiting.refuse_without_objective(points)
     assert fix in refused.value.violations[0].fix
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [("hydra.sweeper.n_trails=2", "hydra.sweeper.n_trials=..."), ("hydra.sweeper.nothing=1", "one of hydra.sweeper.")],
+)
+def test_a_key_that_the_sweeper_has_not_is_told_with_those_that_it_has(line, fix):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason='pip install -e ".[optuna]"')
+    with pytest.raises(ConfigError, match="The sweeper has no key") as refused:
+        compose_yaml(["hydra/sweeper=optuna", line])
+    assert refused.value.violations[0].fix.startswith(fix)
 
 
 def test_a_sweeper_that_wants_several_numbers_is_refused():

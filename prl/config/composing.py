@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -193,6 +193,8 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
         found = [other]
     if not found and (of_a_site := refused_file(str(error))) is not None:
         found = [of_a_site]
+    if not found and (of_a_sweeper := _of_a_sweepers_key(str(error), overrides, config_name)) is not None:
+        found = [of_a_sweeper]
     if not found and (of_hydra := _of_hydras_group(str(error))) is not None:
         found = [of_hydra]
     if not found and (of_a_type := _of_a_type(error, overrides, config_name)) is not None:
@@ -209,6 +211,32 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> ConfigE
             why, fix = "a group takes the name of a choice; keys in it are set one by one", f"{group}.NAME=VALUE"
         found = [UserError(lines[0] if lines else repr(cause), where=f"conf/{config_name}.yaml", why=why, fix=fix)]
     return ConfigError(found)
+
+
+def _of_a_sweepers_key(message: str, overrides: list[str], config_name: str) -> UserError | None:
+    """Of a key that the chosen sweeper's node has not."""
+    met = re.match(r"Could not override 'hydra\.sweeper\.([\w.]+)'", message)
+    if met is None:
+        return None
+    chosen = [line for line in overrides if line.startswith("hydra/sweeper=")]
+    node = OmegaConf.to_container(compose_yaml(chosen, config_name).hydra.sweeper, resolve=False)
+    known = sorted(_leaves(node, "hydra.sweeper"))
+    guess = nearest(f"hydra.sweeper.{met[1]}", known)
+    return UserError(
+        f"The sweeper has no key {met[1]!r}." + (f" Did you mean {guess!r}?" if guess else ""),
+        where=f"hydra.sweeper.{met[1]}" + f", {chosen[-1]}" * bool(chosen),
+        why="its keys are those of its package",
+        fix=f"{guess}=..." if guess else f"one of {', '.join(known)}",
+    )
+
+
+def _leaves(node: Any, name: str) -> Iterator[str]:
+    if not isinstance(node, dict):
+        yield name
+        return
+    for key, value in node.items():
+        if not str(key).startswith("_"):
+            yield from _leaves(value, f"{name}.{key}")
 
 
 def _of_another_job(message: str, overrides: list[str], config_name: str) -> UserError | None:
