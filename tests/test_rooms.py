@@ -1,4 +1,4 @@
-"""The rooms of prl/runtime import only what their README lets them."""
+"""The rooms of prl/runtime import only what their README lets them; families are known by name in few places."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from prl.config.families import FAMILIES
 
 RUNTIME = Path(__file__).parent.parent / "prl/runtime"
 ROOMS = ["directory", "process", "nodes", "people"]  # each may import those before it
@@ -19,3 +21,16 @@ def test_a_room_imports_from_those_before_it(room):
     for module in modules:
         imported = re.findall(r"^\s*(?:from|import) prl\.runtime\.(\w+)", module.read_text(), re.MULTILINE)
         assert set(imported) <= set(allowed), f"{module} imports {set(imported) - set(allowed)}"
+
+
+def test_nothing_outside_of_the_models_asks_for_a_familys_name():
+    """A new family is a file, a row and a card (CONTRIBUTING.md); who needs to know something asks one of these."""
+    names = "|".join(sorted(FAMILIES, key=len, reverse=True))
+    tables = {"prl/config/families.py", "prl/config/cards.py", "prl/config/schema_model.py"}
+    root = RUNTIME.parent.parent
+    modules = [*root.glob("prl/**/*.py"), *root.glob("launch/**/*.py")]
+    others = [path for path in modules if not path.relative_to(root).as_posix().startswith("prl/models/")]
+    named = {
+        path.relative_to(root).as_posix() for path in others if re.search(rf"""["'](?:{names})["']""", path.read_text())
+    }
+    assert named == tables
