@@ -79,8 +79,14 @@ def test_only_what_a_run_leaves_itself_makes_a_directory_its_own(tmp_path: Path)
 
 def test_another_point_is_refused(tmp_path: Path) -> None:
     claim(plan_of(f"output_dir={tmp_path / 'run'}")).release()
-    with pytest.raises(UserError, match="belongs to a different run"):
-        claim(plan_of(f"output_dir={tmp_path / 'run'}", "seed=7"))
+    with pytest.raises(UserError, match="belongs to a different run") as refused:
+        claim(plan_of(f"output_dir={tmp_path / 'run'}", "seed=7", "logging=none"))
+    assert refused.value.why == "only the same point resumes, and seed was 0, and is 7"
+    others = ["seed=7", "max_steps=3", "optim.lr=0.5", "seq_len=2048", "algo=distill", "algo.teacher.urls=[http://h:1]"]
+    with pytest.raises(UserError) as refused:
+        claim(plan_of(f"output_dir={tmp_path / 'run'}", *others))
+    assert refused.value.why.count(" was ") == 3
+    assert refused.value.why.endswith("and 3 more keys")
 
 
 @pytest.mark.parametrize("torn", ["", '{"point_id": "', "[]", "{}"])

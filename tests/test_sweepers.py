@@ -19,7 +19,7 @@ from launch.waiting import outcome, wait_for
 from prl.config import compose
 from prl.config.composing import compose_yaml
 from prl.config.errors import ConfigError, PointFailedError, UserError
-from prl.config.sweep import corners, expand
+from prl.config.sweep import corners, expand, sweep_lines
 from prl.metrics.writer import MetricsWriter
 from prl.planning.planner import make_plan
 
@@ -253,6 +253,12 @@ def test_a_key_that_the_sweeper_has_not_is_told_with_those_that_it_has(line, fix
     with pytest.raises(ConfigError, match="The sweeper has no key") as refused:
         compose_yaml(["hydra/sweeper=optuna", line])
     assert refused.value.violations[0].fix.startswith(fix)
+
+
+def test_axes_of_a_sweeper_are_no_object_on_a_command_line():
+    with pytest.raises(ConfigError, match=r"hydra\.sweeper\.params is for files") as refused:
+        sweep_lines(['+hydra.sweeper.params={optim.lr: "interval(1e-4,1e-3)"}'], "rl")
+    assert "+sweep=NAME" in refused.value.violations[0].fix
 
 
 def test_a_sweeper_that_wants_several_numbers_is_refused():

@@ -32,6 +32,17 @@ def sweep_lines(overrides: list[str], config_name: str) -> list[str]:
     """
     parsed = parse(overrides)
     _check_sweep_name(parsed)
+    if said := next((o for o in parsed if o.key_or_group == "hydra.sweeper.params"), None):
+        raise ConfigError(
+            [
+                UserError(
+                    "hydra.sweeper.params is for files.",
+                    where=str(said.input_line),
+                    why="Hydra puts no object in its place on a command line, where axes stand by themselves",
+                    fix="the axes as 'optim.lr=interval(1e-4,1e-3)', or a file in sweeps/ with them: +sweep=NAME",
+                )
+            ]
+        )
     fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
     params = compose_yaml(fixed, config_name).hydra.sweeper.get("params") or {}
     given = {override.get_key_element(): override.input_line or "" for override in parsed}

@@ -212,7 +212,8 @@ class ServedEngines(EnginePool):
         try:
             return self.urls[index], await self._ask(index, route, body, patient=False)
         except EngineError:
-            self.resting_until[index] = time.monotonic() + REST_S  # who answers nothing would be the least busy
+            # who answers nothing is the least busy; the longer it has made others wait the later it is asked again
+            self.resting_until[index] = time.monotonic() + REST_S * max(1.0, time.monotonic() - now)
             raise
         finally:
             self.in_flight[index] -= 1

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import UserError
+from prl.config.point import NOT_IDENTITY
 from prl.config.search_path import directories
 from prl.planning.run_plan import RunPlan, plan_to_json
 from prl.runtime.directory.files import (
@@ -37,6 +38,7 @@ LOCK = ".lock"
 ENV = "env.json"
 # left by a run that was killed while freezing, and what a submission of it alone writes before
 BEFORE_PLAN = {LOCK, "overrides.txt", ENV, "sweep.json", ".sweep.json.lock", ".submit.lock", "slurm", "code"}
+MOST_TOLD = 3  # keys in which another point differs
 LOCK_BYTES = 1000
 LOCK_WAIT_S = 10.0  # for the reaper of a killed run to end its last processes
 PACKAGES = ("torch", "numpy", "transformers", "hydra-core", "pydantic", "aiohttp", "wandb", "vllm")
@@ -143,9 +145,32 @@ def refuse_foreign(path: Path, plan: RunPlan) -> None:
         raise UserError(
             f"{path} belongs to a different run",
             where="output_dir",
-            why=f"its point is {found}, this configuration is {plan.point_id}; only the same point resumes",
+            why=f"only the same point resumes, and {what_differs(path, plan)}",
             fix=other,
         )
+
+
+def what_differs(path: Path, plan: RunPlan) -> str:
+    """Between what a directory was made for and a configuration, key by key."""
+    was = _flat((read_object(path / "plan.json") or {}).get("config"))
+    now = _flat(plan.config.model_dump(mode="json"))
+    keys = [key for key in now if key.split(".")[0] not in NOT_IDENTITY and key in was and was[key] != now[key]]
+    keys += [key for key in was if key not in now] + [key for key in now if key not in was]
+    if not was or not keys:
+        return f"its point is {read_point_id(path)}, this configuration is {plan.point_id}"
+    told = [f"{key} was {was.get(key, 'not there')}, and is {now.get(key, 'not there')}" for key in keys[:MOST_TOLD]]
+    return "; ".join(told) + f"; and {len(keys) - MOST_TOLD} more keys" * (len(keys) > MOST_TOLD)
+
+
+def _flat(node: Any, name: str = "") -> dict[str, str]:
+    """Dotted keys of an object of JSON, and their values in words."""
+    if not isinstance(node, dict) or not node:
+        return {name: json.dumps(node)} if name else {}
+    return {
+        key: value
+        for inner, below in node.items()
+        for key, value in _flat(below, f"{name}.{inner}" if name else str(inner)).items()
+    }
 
 
 def _is_unfinished(name: str) -> bool:
