@@ -241,6 +241,21 @@ def test_values_of_other_tasks_are_not_better_or_worse(tmp_path: Path, other: st
     assert render_text(result)
 
 
+def test_a_seed_that_was_never_begun_is_no_other_task(tmp_path: Path) -> None:
+    """Of it the sweep's record alone tells, without a configuration."""
+    listed = []
+    for rate, value in (("0.1", 0.5), ("0.2", 0.4)):
+        swept = {"optim.lr": rate, "seed": "2"}
+        path = make_point(tmp_path / f"x{rate}", [0.0, value], seed=2, optim__lr=rate)
+        listed.append({"dir": path.name, "point_id": rate, "swept": swept})
+    listed.insert(0, {"dir": "never", "point_id": "p", "swept": {"optim.lr": "0.1", "seed": "1"}})
+    (tmp_path / "sweep.json").write_text(json.dumps({"points": listed}))
+    result = compared(tmp_path)
+    assert [group.rank for group in result.groups if group.values] == [1, 2]
+    assert [len(group.points) for group in result.groups] == [2, 1]
+    assert not any(note.startswith("Their tasks differ") for note in result.notes)
+
+
 def test_the_policy_before_training_is_not_ranked_among_trained_ones(tmp_path: Path) -> None:
     make_point(tmp_path / "a", [0.0, 0.1, 0.2])
     path = make_point(tmp_path / "b", [0.9, 0.1, 0.1, 0.1, 0.1], others=("optim.lr=0.5",))

@@ -286,6 +286,8 @@ def test_another_tokenizer_and_a_short_context_are_told_before_anything_is_sampl
         score(url, group=group)
     assert "takes 256 tokens" in short.value.what
     assert "start it with 257" in short.value.fix
+    with teacher_server(lambda ids: (200, [-1.0] * (len(ids) - 1)), {"/tokenize": (200, [1, 2])}) as url:
+        score(url, group=group_of(sample_of([1, 2], [3]), rewards=(0.0,)))  # who does not say it is believed
     none = {"/v1/models": (200, {"data": []})}
     with teacher_server(lambda ids: (200, []), none) as url, pytest.raises(AwayError, match="lists no model") as empty:
         score(url, group=group)

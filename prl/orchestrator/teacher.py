@@ -111,7 +111,8 @@ class Teacher:
         theirs = None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, TypeError):
             async with self.pool.session.post(f"{url}/tokenize", json=body) as response:
-                theirs = (await response.json()).get("tokens") if response.status == 200 else None
+                told = await response.json() if response.status == 200 else None
+                theirs = told.get("tokens") if isinstance(told, dict) else None
         if theirs is None:
             log.info("%s does not tell how it cuts text; it must have the policy's tokenizer", url)
             return
