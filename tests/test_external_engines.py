@@ -426,6 +426,23 @@ def server(only_server):
 
 
 @pytest.mark.slow
+def test_who_stops_a_run_that_waits_for_engines_starts_nothing(tmp_path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    out, env = tmp_path / "run", environment() | {VARIABLE: KEY}
+    waiting = start([f"inference.urls=[{url}]", ELSEWHERE[1], *UNEVALUATED, f"output_dir={out}"], tmp_path, env=env)
+    wait_for(waiting, lambda: read_status(out).get("state") == "starting", "start", 100)
+    time.sleep(0.5)
+    waiting.send_signal(signal.SIGTERM)
+    ended = finish(waiting)
+    assert ended.code == 143, ended.output
+    assert read_status(out)["state"] == "stopped"
+    assert "stopped at step 0, no checkpoint" in ended.output
+    assert not list((out / "logs").glob("*")), "of processes that had to be stopped again"
+
+
+@pytest.mark.slow
 def test_a_run_trains_on_a_server_that_runs_already(server, tmp_path) -> None:
     """Every step samples from the weights of the step before, to rounding; two runs do not share an engine, and the
     next one gets it as it is after the first.

@@ -187,6 +187,9 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
         await_listeners(config, home.progress.note, lambda: home.signals.count > 0)
         if config.inference.urls and config.job != "eval":
             check_engines(config, run_dir.run_id, home.progress.note, lambda: home.signals.count > 0)
+        if home.signals.count:  # nobody has begun
+            status.update(state="stopped")
+            return Outcome("stopped", resume_step, None)
         init_model_path, ended = _initial_model(plan, path, home, status)
         if ended is not None:
             status.update(state=ended.state, failure=ended.failure.to_status() if ended.failure else None)
