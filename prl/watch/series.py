@@ -19,7 +19,8 @@ CHARTS: dict[str, list[tuple[str, str]]] = {  # title -> (role's file, key)
     "KL from the teacher": [("orchestrator", "teacher_kl")],
     "tokens per rollout": [("orchestrator", "completion_tokens"), ("orchestrator", "prompt_tokens")],
     "truncated share": [("orchestrator", "truncated"), ("trainer.0", "masked_fraction")],
-    "tokens per second": [("trainer.0", "tokens_per_s"), ("orchestrator", "tokens_per_s")],
+    "tokens per second": [("trainer.0", "tokens_per_s")],
+    "tokens sampled per second": [("orchestrator", "tokens_per_s")],  # in bursts, where batches lie ready
     "peak memory, bytes": [("trainer.0", "peak_memory_bytes")],
     "staleness, steps": [("orchestrator", "staleness_mean"), ("orchestrator", "staleness_max")],
     "waiting, s": [("trainer.0", "wait_for_batch_s"), ("orchestrator", "wait_for_rollouts_s")],
