@@ -69,9 +69,12 @@ def test_logits_and_gradients_are_those_of_transformers(family):
         if theirs_of is None:  # called otherwise there: MiniMax's expert blocks, Nemotron's mixers
             renamed = single_mixers(name) if card.hybrid_override_pattern else name
             theirs_of = grads[f"model.{renamed}".replace(".mlp.", ".block_sparse_moe.")]
-        torch.testing.assert_close(
-            param.grad, theirs_of, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        if theirs_of is None:  # indexers choose, and what is chosen has no derivative by them
+            assert param.grad is None, name
+            continue
+        assert param.grad is not None, name
+        apart = float((param.grad - theirs_of).abs().max() / theirs_of.abs().max())
+        assert apart < 1e-5, f"{name}: {apart:.1e} of its largest element"
 
 
 def test_the_built_in_engine_says_what_the_model_says(family):
