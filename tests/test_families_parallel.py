@@ -63,7 +63,7 @@ SAME_LAYERS = {"glm4_moe_lite": LATENT, "deepseek_v32": GATHERED}  # of deepseek
 def cases(name):
     card = family_card(name)
     if name in SAME_LAYERS:
-        return {case: SAME_LAYERS[name][case] for case in ("fsdp", "ep2_cp2", "lora")}
+        return {case: SAME_LAYERS[name][case] for case in ("fsdp", "hsdp2 selective", "ep2_cp2", "lora")}
     if card.index_topk:
         return GATHERED
     if card.state_layers:
@@ -79,6 +79,7 @@ LEARNING = {
 SHARING = "glm_moe_dsa shared choices"
 JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
 FULL_GRADIENTS = [key for key, (_, more) in JOBS.items() if key[1] != "lora" and HOST not in more]
+MUON = ("deepseek_v3", "glm_moe_dsa shared choices", "nemotron_h", "minimax_m2")  # whose matrices are of all kinds
 SHIPPED = {"lr": 0.01, "eps": 1e-8}  # AdamW's own eps
 
 
@@ -112,6 +113,17 @@ def results(root, tmp_path_factory):
     return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
 
 
+def muon_job(root, name, layout, overrides):
+    job = make_job(root, name, layout, overrides)
+    return replace(job, optim={"type": "muon", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3})
+
+
+@pytest.fixture(scope="module")
+def muon(root, tmp_path_factory):
+    jobs = {name: muon_job(root, name, "ep2_cp2", FOUR) for name in MUON}
+    return run_worlds(jobs, tmp_path_factory.mktemp("muon"))
+
+
 @pytest.fixture(scope="module")
 def alone(root):
     """What one process makes of each family, without recipe; and with adapters."""
@@ -126,6 +138,12 @@ def alone(root):
 def test_three_steps_equal_one_process(results, alone, name, case):
     plain, lora = alone
     assert_equal(results[name, case], (lora if case == "lora" else plain)[name])
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon_steps_as_in_one_process(muon, alone, root, name):
+    """Its matrices are whole with one rank each, wherever their rows lie; `alone` has the process group."""
+    assert_equal(muon[name], run_job(muon_job(root, name, "single", [])))
 
 
 @pytest.mark.parametrize(("name", "case"), FULL_GRADIENTS)
