@@ -293,7 +293,8 @@ def losses(card, fp8: bool, steps: int) -> list[float]:
     return history
 
 
-FAMILIES = ("llama3 rope", "glm4_moe", "minimax_m2", "deepseek_v3", "glm_moe_dsa shared choices", "nemotron_h")
+FAMILIES = ("llama3 rope", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32",
+            "glm_moe_dsa shared choices", "nemotron_h")  # fmt: skip
 CARDS = {"dense": tiny.dense_card(), "moe": tiny.moe_card()} | {name: family_card(name) for name in FAMILIES}
 
 
