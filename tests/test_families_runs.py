@@ -10,6 +10,8 @@ pytestmark = pytest.mark.slow
 LETTERS = ["env.mix.reverse_text.id=letters_env:Letters", "algo.batch_size=64", "algo.group_size=8", "optim.lr=0.01"]
 JOBS = {
     "tiny_llama": "parallelism=cp2",
+    "tiny_qwen3": "parallelism=cp2",
+    "tiny_qwen3_moe": "parallelism=ep2_cp2",
     "tiny_glm4_moe": "parallelism=ep2_cp2",
     "tiny_minimax_m2": "parallelism=ep2_cp2",
     "tiny_deepseek_v3": "parallelism=ep2_cp2",
