@@ -23,7 +23,7 @@ from launch.slurm_queue import is_configured
 from launch.states import PointState, renewed, state_in, taken, what_it_needs
 from launch.submitit_keys import refuse_contradictions
 from launch.submitting import SUBMIT_LOCK, adopt
-from launch.sweep_file import read_sweep, record_points
+from launch.sweep_file import read_sweep, record_points, where_they_are
 from launch.waiting import outcome, queued_points, refuse_without_objective, urls_when_serving, wait_for
 from prl.config.console import one_line
 from prl.config.errors import ConfigError, PointFailedError, UserError
@@ -56,7 +56,8 @@ def launch_points(
     Returns: for each point its objective, or why it has none; None where nobody waits.
     """
     on_slurm = uses_slurm(settings)
-    configs = [reachable(config) if on_slurm else config for config in session.configs_of(batch, sweep_dir)]
+    configs = where_they_are(session.configs_of(batch, sweep_dir), sweep_dir)
+    configs = [reachable(config) if on_slurm else config for config in configs]
     distinct = {config.output_dir: i for i, config in enumerate(configs)}.values() if waits else range(len(batch))
     points = make_points([batch[i] for i in distinct], [configs[i] for i in distinct])
     if waits:

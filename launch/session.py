@@ -46,20 +46,7 @@ class Session:
         """
         new = [list(lines) for lines in batch if point_key(lines) not in self.points]
         self.points |= zip(map(point_key, new), resolve_points(new, self.config_name, self.swept), strict=True)
-        from launch.sweep_file import places_of_ids
-
-        placed = [self._placed(self.points[point_key(lines)], lines, sweep_dir) for lines in batch]
-        places, renamed = places_of_ids(sweep_dir), []
-        for index, config in enumerate(placed):
-            name = Path(str(config.output_dir)).name
-            old = sweep_dir / places.get(name.rpartition("-")[2], name)  # a label ends with its point's id
-            if old.name != name:
-                renamed.append(f"{name} is {old.name}")
-                placed[index] = config.model_copy(update={"output_dir": str(old)})
-        if renamed:
-            told = f"{len(renamed)} of these points are in the sweep already, under other names: {renamed[0]}"
-            print(one_line(told + ", and so on" * (len(renamed) > 1)), file=sys.stderr, flush=True)
-        return placed
+        return [self._placed(self.points[point_key(lines)], lines, sweep_dir) for lines in batch]
 
     def _placed(self, config: RunConfig, overrides: tuple[str, ...], sweep_dir: Path) -> RunConfig:
         from prl.config.point import point_label  # pydantic, as above

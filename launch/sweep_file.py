@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.code_copy import FrozenCode
 from launch.points import Point
+from prl.config.console import one_line
 from prl.runtime.directory.files import change_object, damaged, read_object, read_object_or_default
+
+if TYPE_CHECKING:
+    from prl.config.schema import RunConfig
 
 SWEEP_FILE = "sweep.json"
 
@@ -89,6 +93,21 @@ def refused_points(sweep: dict[str, Any]) -> dict[str, str]:
         taken = {name for job in later for name in job["points"]}
         found |= {name: row["why"] for name in row["points"] if name not in taken}
     return found
+
+
+def where_they_are(configs: Sequence[RunConfig], sweep_dir: Path) -> list[RunConfig]:
+    """Points of a sweep with the directories in which the sweep has them already, if it has. Says so."""
+    placed, places, renamed = list(configs), places_of_ids(sweep_dir), []
+    for index, config in enumerate(placed):
+        name = Path(str(config.output_dir)).name
+        old = sweep_dir / places.get(name.rpartition("-")[2], name)  # a label ends with its point's id
+        if old.name != name:
+            renamed.append(f"{name} is {old.name}")
+            placed[index] = config.model_copy(update={"output_dir": str(old)})
+    if renamed:
+        told = f"{len(renamed)} of these points are in the sweep already, under other names: {renamed[0]}"
+        print(one_line(told + ", and so on" * (len(renamed) > 1)), file=sys.stderr, flush=True)
+    return placed
 
 
 def places_of_ids(sweep_dir: Path) -> dict[str, str]:

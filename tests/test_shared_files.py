@@ -20,7 +20,7 @@ from launch.code_copy import FrozenCode
 from launch.points import make_points
 from launch.session import Session
 from launch.slurm import write_script
-from launch.sweep_file import job_of_points, read_sweep, record_job, record_points, submission
+from launch.sweep_file import job_of_points, read_sweep, record_job, record_points, submission, where_they_are
 from prl.compare.points import read_directory
 from prl.config.errors import UserError
 from prl.metrics.reader import truncate_rows
@@ -279,7 +279,7 @@ def test_a_point_is_found_in_its_sweep_whatever_axes_named_it_first(tmp_path, ca
 
     def places(swept: set[str], *lines: tuple[str, ...]) -> list[str]:
         session = Session(lambda config: 0, swept=swept)
-        return [Path(str(config.output_dir)).name for config in session.configs_of(lines, sweep)]
+        return [Path(str(config.output_dir)).name for config in where_they_are(session.configs_of(lines, sweep), sweep)]
 
     first = places({"seed", "optim.lr"}, ("seed=1", "optim.lr=0.001"), ("seed=2", "optim.lr=0.001"))
     assert [name.rpartition("-")[0] for name in first] == ["seed-1_lr-0.001", "seed-2_lr-0.001"]
@@ -304,7 +304,8 @@ def test_a_point_is_found_in_its_sweep_whatever_axes_named_it_first(tmp_path, ca
     (sweep / first[0]).rename(sweep / "best")  # by hand
     (sweep / "best" / "plan.json").write_text(json.dumps({"point_id": points[0]["point_id"]}))
     assert places({"seed", "optim.lr"}, ("seed=1", "optim.lr=0.001")) == ["best"]
-    config = Session(lambda config: 0, swept={"seed"}).configs_of([("seed=1", "optim.lr=0.001")], sweep)[0]
-    record_points(sweep, make_points([("seed=1",)], [config]))
+    session = Session(lambda config: 0, swept={"seed"})
+    found = where_they_are(session.configs_of([("seed=1", "optim.lr=0.001")], sweep), sweep)
+    record_points(sweep, make_points([("seed=1",)], found))
     listed = {row["dir"]: row["point_id"] for row in read_sweep(sweep)["points"]}
     assert listed == {"best": points[0]["point_id"], first[1]: points[1]["point_id"]}, "once, and where it is"

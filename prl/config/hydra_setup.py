@@ -45,6 +45,8 @@ def register() -> None:
     if not OmegaConf.has_resolver("sweep_id"):
         OmegaConf.register_new_resolver("sweep_id", lambda: "unnamed")
     store = ConfigStore.instance()
+    for group in ("memory", SWEEP_GROUP):  # the store is the process's, and directories may be others by now
+        store.repo.pop(group, None)
     for choice in config_groups()["memory_recipe"]:
         store.store(group="memory", name=choice, node={}, package="_global_", provider="prl")
     _register_sweeps()
