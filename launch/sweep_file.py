@@ -100,6 +100,8 @@ def where_they_are(configs: Sequence[RunConfig], sweep_dir: Path) -> list[RunCon
     placed, places, renamed = list(configs), places_of_ids(sweep_dir), []
     for index, config in enumerate(placed):
         name = Path(str(config.output_dir)).name
+        if (sweep_dir / name).is_dir():
+            continue
         old = sweep_dir / places.get(name.rpartition("-")[2], name)  # a label ends with its point's id
         if old.name != name:
             renamed.append(f"{name} is {old.name}")

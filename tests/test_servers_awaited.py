@@ -13,6 +13,7 @@ from prl.config import compose
 from prl.config.errors import UserError
 from prl.runtime import external
 from prl.runtime.directory.status_file import read_status
+from prl.runtime.launch import run as launch
 
 
 @pytest.mark.parametrize("job", ["rl", "eval"])
@@ -48,6 +49,17 @@ def test_who_is_started_with_a_run_is_waited_for(job) -> None:
     finally:
         over.set()
         thread.join()
+
+
+def test_a_run_starts_nothing_without_its_keys(monkeypatch, tmp_path) -> None:
+    """However it would use them: an evaluation of what is served failed in its orchestrator."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for job, more in (("eval", ["inference.urls=[http://127.0.0.1:1]"]), ("rl", ["warm_start=none"])):
+        out = tmp_path / job
+        config = compose([f"inference.api_key_var={VARIABLE}", f"output_dir={out}", *more], job)
+        with pytest.raises(UserError, match=f"{VARIABLE} is not set or empty"):
+            launch(config)
+        assert not list((out / "logs").glob("*"))
 
 
 @pytest.mark.parametrize(

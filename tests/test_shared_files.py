@@ -309,3 +309,5 @@ def test_a_point_is_found_in_its_sweep_whatever_axes_named_it_first(tmp_path, ca
     record_points(sweep, make_points([("seed=1",)], found))
     listed = {row["dir"]: row["point_id"] for row in read_sweep(sweep)["points"]}
     assert listed == {"best": points[0]["point_id"], first[1]: points[1]["point_id"]}, "once, and where it is"
+    (sweep / first[0]).mkdir()  # by its own name it is taken as it is, whatever else has its id
+    assert places({"seed", "optim.lr"}, ("seed=1", "optim.lr=0.001")) == [first[0]]

@@ -196,7 +196,7 @@ def _rank(result: Comparison) -> None:
     alike: dict[str, list[Group]] = {}
     for group in result.groups:
         if group.values:
-            told = [tasks_of(point, result.held_out) for point in group.points]  # one that was never begun has none
+            told = (tasks_of(point, result.held_out) for point in group.points)  # one that was never begun has none
             alike.setdefault(next(filter(None, told), ""), []).append(group)
     for groups in alike.values():
         for number, group in enumerate(groups, 1):

@@ -307,7 +307,7 @@ def unknown_key(key: str, known: Iterable[str], job: str = "rl") -> UserError:
             f"There is no key {key!r}. Did you mean 'hydra.launcher.{key}'?",
             where=key,
             why="it is for submitting, and stands with what submits",
-            fix=f"hydra.launcher.{key}=... with hydra/launcher=slurm",
+            fix=f"hydra.launcher.{key}=...",
         )
     guess = _in_open_node(key) or nearest(key, known)
     return UserError(
