@@ -179,3 +179,20 @@ def test_rows_are_strict_json(tmp_path: Path) -> None:
     for path in files.segments(tmp_path, files.ROLLOUTS):
         for line in path.read_text().splitlines():
             json.loads(line, parse_constant=refuse)
+
+
+def test_tokens_have_advantages_of_their_own_where_there_is_a_teacher(tmp_path: Path) -> None:
+    step = step_of(1, [[0.5, 1.0]])
+    told = {}
+    for rollout in step.groups[0].finished:
+        (sample,) = rollout.samples
+        rollout.advantage = 0.25
+        sample.bonus = np.arange(len(sample.input_ids), dtype=np.float32) * np.asarray(sample.loss_mask)
+        told[rollout.reward] = sample.advantages(0.25)[np.asarray(sample.loss_mask, bool)].tolist()
+    kept = keeper(tmp_path)
+    kept.write(kept.choose(step))
+    index = RolloutIndex(tmp_path)
+    index.poll()
+    for entry in index.page("step", True, {}, 0, 10)["entries"]:
+        (shown,) = index.whole(entry["id"])["samples"]
+        assert [value for value in shown["advantages"] if value is not None] == pytest.approx(told[entry["reward"]])

@@ -15,9 +15,12 @@ import yaml
 from runtime_tree import compose_once
 from terminals import Terminals, terminals
 
+from prl import plan
 from prl.config import compose
 from prl.config.errors import UserError
+from prl.planning import make_plan
 from prl.planning.manifests import Site, dns_label, emit
+from prl.planning.render import render_plan
 from prl.planning.run_plan import plan_from_json
 from prl.runtime.directory.status_file import read_status
 
@@ -245,3 +248,17 @@ def test_dollars_in_a_pods_command_are_no_variables() -> None:
 def test_servers_on_loopback_are_not_reached_from_a_node(kind: str, words: list[str]) -> None:
     with pytest.raises(UserError, match="does not reach"):
         emit(compose(words), kind, K8S if kind == "k8s" else SKY)
+
+
+def test_a_teachers_key_is_a_secret_of_the_pod_and_the_plan_names_the_teacher() -> None:
+    config = compose(["algo.teacher.urls=[http://h:1]", "algo.teacher.api_key_var=TEACHERS"])
+    assert "--from-literal=TEACHERS=" in emit(config, "k8s", K8S)
+    assert "teacher     http://h:1" in render_plan(make_plan(config))
+
+
+def test_the_help_of_plans_shows_their_own_options(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["prl.plan", "--help"])
+    monkeypatch.setattr(plan, "run_app", lambda *given, **more: None)
+    plan.main()
+    told = capsys.readouterr().out
+    assert all(option in told for option in ("--json", "--commands", "--freeze", "--emit=k8s", "--emit=skypilot"))

@@ -14,7 +14,10 @@ from slurm_cluster import SMALL, SMALL_RL
 
 from launch import waiting
 from launch.hydra_plugin import refuse_objectives
+from launch.launching import launch_points
 from launch.points import Point
+from launch.session import Session
+from launch.settings import LauncherSettings
 from launch.waiting import outcome, wait_for
 from prl.config import compose
 from prl.config.composing import compose_yaml
@@ -285,3 +288,19 @@ def test_what_a_sweeper_refuses_is_told_in_its_words(tmp_path, words, why):
     assert why in done.stderr
     assert "hydra/sweeper, hydra_optuna_sweeper" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_launcher_asks_for_values_and_for_places_before_anything_starts(tmp_path, capsys):
+    """A sweeper that learns is refused where it would learn nothing; points are found under other names."""
+    settings, sweep = LauncherSettings(mode="local", dry_run=True), tmp_path / "s"
+    lines = [("seed=1", "optim.lr=0.5", "eval=none")]
+    session = Session(lambda config: 0, swept={"seed", "optim.lr"})
+    with pytest.raises(ConfigError, match="learns from results would get none"):
+        launch_points(session, lines, sweep, settings, waits=True)
+    (config,) = session.configs_of(lines, sweep)
+    place = sweep / "renamed"
+    place.mkdir(parents=True)
+    (place / "plan.json").write_text(json.dumps({"point_id": Path(config.output_dir).name.rpartition("-")[2]}))
+    capsys.readouterr()
+    launch_points(session, lines, sweep, settings, waits=False)
+    assert "are in the sweep already, under other names" in capsys.readouterr().err
