@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""The choice of keys on CUDA, in Triton: scores of a block of queries in float32, then the best of every row by their
-digits, from the highest: four histograms, and one pass that writes.
+"""The choice of keys on CUDA, in Triton: scores of a block of queries in float32, then the best of every row. These are
+found by their digits, from the highest: four histograms, and one pass that writes; of a long row among the few that
+reach a bound which a sample told.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from torch import Tensor
 
 QUERIES, KEYS = 64, 128  # of one program's scores: 617 TFLOP/s in bfloat16 on an H200
 BLOCK = 4096  # scores that one program of `_select` reads at once
+TOGETHER = 4  # neighbours in a sample, which share a sector of memory
+ROWS = 4096  # queries whose scores are chosen from at once, at most: each has room for scores and places of its own
 
 
 @triton.jit
@@ -58,8 +61,63 @@ def _sortable(x):
 
 
 @triton.jit
-def _select(scores, low, high, chosen, first, keys, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The COUNT largest of a row between its bounds, in the order of their places; -1 where there are fewer."""
+def _bound(values, begin, end, COUNT, DIGITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The COUNT-th largest of values[begin:end] by its first digits of 8 bits, as `_sortable` has them, and how many of
+    those that share these digits are among the COUNT largest.
+    """
+    steps = tl.arange(0, BLOCK)
+    bins = tl.arange(0, 256)
+    known = tl.zeros([1], tl.uint32)  # the digits found so far
+    wanted = tl.zeros([1], tl.int32) + COUNT  # of those that share them
+    for digit in tl.static_range(DIGITS):
+        counts = tl.zeros([256], tl.int32)
+        for start in range(begin, end, BLOCK):
+            place = start + steps
+            value = _sortable(tl.load(values + place, mask=place < end, other=0.0))
+            fits = place < end
+            if digit > 0:
+                fits = fits & ((value >> (32 - 8 * digit)) == known)
+            counts += tl.histogram(((value >> (24 - 8 * digit)) & 255).to(tl.int32), 256, mask=fits)
+        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # of larger digits
+        here = (above < wanted) & (above + counts >= wanted)
+        found = tl.sum(tl.where(here, bins, 0), 0)
+        wanted = wanted - tl.sum(tl.where(here, above, 0), 0)
+        known = (known << 8) | found.to(tl.uint32)
+    return known, wanted
+
+
+@triton.jit
+def _write_best(values, places, begin, end, out, COUNT: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+    """The COUNT largest of values[begin:end], and of equal ones the first: places[i] with LISTED, else i itself."""
+    known, wanted = _bound(values, begin, end, COUNT, 4, BLOCK)
+    steps = tl.arange(0, BLOCK)
+    taken = tl.zeros([1], tl.int32)
+    equal = tl.zeros([1], tl.int32)
+    for start in range(begin, end, BLOCK):
+        place = start + steps
+        value = _sortable(tl.load(values + place, mask=place < end, other=0.0))
+        ties = ((value == known) & (place < end)).to(tl.int32)
+        order = equal + tl.cumsum(ties, 0)
+        keep = (((value > known) & (place < end)) | ((ties > 0) & (order <= wanted))).to(tl.int32)
+        spot = taken + tl.cumsum(keep, 0) - 1
+        if LISTED:
+            place = tl.load(places + place, mask=place < end, other=0)
+        tl.store(out + spot, place, mask=keep > 0)
+        taken += tl.sum(keep, 0)
+        equal += tl.sum(ties, 0)
+
+
+@triton.jit
+def _select(
+    scores, low, high, chosen, kept, places, first, keys,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """The COUNT largest of a row between its bounds, in the order of their places; -1 where there are fewer.
+
+    A long row is read once: a sample of ROOM of its scores tells a bound that a few more than COUNT reach, and what
+    reaches it is copied. Where the sample was wrong, by what it has chosen fewer or more than there is room for, the
+    whole row is gone over digit by digit.
+    """
     row = tl.program_id(0).to(tl.int64)
     lo, hi = tl.load(low + first + row), tl.load(high + first + row)
     at = scores + row * keys
@@ -70,36 +128,33 @@ def _select(scores, low, high, chosen, first, keys, COUNT: tl.constexpr, BLOCK: 
             place = lo + start + steps
             tl.store(out + start + steps, tl.where(place < hi, place, -1), mask=start + steps < COUNT)
         return
-    bins = tl.arange(0, 256)
-    known = tl.zeros([1], tl.uint32)  # the digits found so far
-    wanted = tl.full([1], COUNT, tl.int32)  # of those that share them
-    for digit in tl.static_range(4):
-        counts = tl.zeros([256], tl.int32)
+    kept += row * ROOM
+    places += row * ROOM
+    found = tl.zeros([1], tl.int32)
+    if hi - lo > 2 * ROOM:
+        sample = tl.arange(0, ROOM)
+        group = (sample // TOGETHER).to(tl.float32) * ((hi - lo - TOGETHER).to(tl.float32) / (ROOM // TOGETHER))
+        tl.store(kept + sample, tl.load(at + lo + group.to(tl.int32) + sample % TOGETHER))
+        tl.debug_barrier()
+        expected = ROOM * (COUNT / (hi - lo).to(tl.float32))
+        rank = (expected + 4.0 * tl.sqrt(expected) + 2.0).to(tl.int32)
+        bound, _ = _bound(kept, 0, ROOM, rank, 2, ROOM)
+        tl.debug_barrier()
         for start in range(lo, hi, BLOCK):
             place = start + steps
-            value = _sortable(tl.load(at + place, mask=place < hi, other=0.0))
-            fits = place < hi
-            if digit > 0:
-                fits = fits & ((value >> (32 - 8 * digit)) == known)
-            counts += tl.histogram(((value >> (24 - 8 * digit)) & 255).to(tl.int32), 256, mask=fits)
-        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # of larger digits
-        here = (above < wanted) & (above + counts >= wanted)
-        found = tl.sum(tl.where(here, bins, 0), 0)
-        wanted = wanted - tl.sum(tl.where(here, above, 0), 0)
-        known = (known << 8) | found.to(tl.uint32)
-    # all above the bound, and of those at it the first `wanted`
-    taken = tl.zeros([1], tl.int32)
-    equal = tl.zeros([1], tl.int32)
-    for start in range(lo, hi, BLOCK):
-        place = start + steps
-        value = _sortable(tl.load(at + place, mask=place < hi, other=0.0))
-        ties = ((value == known) & (place < hi)).to(tl.int32)
-        order = equal + tl.cumsum(ties, 0)
-        keep = (((value > known) & (place < hi)) | ((ties > 0) & (order <= wanted))).to(tl.int32)
-        spot = taken + tl.cumsum(keep, 0) - 1
-        tl.store(out + spot, place, mask=keep > 0)
-        taken += tl.sum(keep, 0)
-        equal += tl.sum(ties, 0)
+            score = tl.load(at + place, mask=place < hi, other=0.0)
+            keep = ((_sortable(score) >> 16) >= bound) & (place < hi)
+            ones = keep.to(tl.int32)
+            spot = found + tl.cumsum(ones, 0) - 1
+            tl.store(kept + spot, score, mask=keep & (spot < ROOM))
+            tl.store(places + spot, place, mask=keep & (spot < ROOM))
+            found += tl.sum(ones, 0)
+        tl.debug_barrier()
+    many = tl.max(found, 0)
+    if (many >= COUNT) & (many <= ROOM):
+        _write_best(kept, places, 0, many, out, COUNT, True, ROOM)
+    else:
+        _write_best(at, places, lo, hi, out, COUNT, False, BLOCK)
 
 
 def choose(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, count: int, scores_bytes: int) -> Tensor:
@@ -107,13 +162,19 @@ def choose(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, cou
     n, heads, dim = q.shape
     q, weights, k = q.contiguous(), weights.contiguous(), k.contiguous()
     chosen = torch.empty(n, count, dtype=torch.int32, device=q.device)
-    rows = max(QUERIES, min(n, scores_bytes // (4 * len(k))) // QUERIES * QUERIES)
+    rows = max(QUERIES, min(n, ROWS, scores_bytes // (4 * len(k))) // QUERIES * QUERIES)
     scores = torch.empty(rows, len(k), device=q.device, dtype=torch.float32)
+    room = max(4096, triton.next_power_of_2(2 * count))
+    kept = torch.empty(rows, room, device=q.device, dtype=torch.float32)
+    places = torch.empty(rows, room, device=q.device, dtype=torch.int32)
     for first in range(0, n, rows):
         size = min(rows, n - first)
         _scores[(triton.cdiv(size, QUERIES), triton.cdiv(len(k), KEYS))](
             q, weights, k, low, high, scores, first, size, len(k),
             HEADS=heads, D=dim, BQ=QUERIES, BK=KEYS, num_warps=4, num_stages=3,
         )  # fmt: skip
-        _select[(size,)](scores, low, high, chosen, first, len(k), COUNT=count, BLOCK=BLOCK, num_warps=8)
+        _select[(size,)](
+            scores, low, high, chosen, kept, places, first, len(k),
+            COUNT=count, BLOCK=BLOCK, ROOM=room, TOGETHER=TOGETHER, num_warps=8,
+        )  # fmt: skip
     return chosen
