@@ -61,6 +61,12 @@ def _sortable(x):
 
 
 @triton.jit
+def _unsortable(digits):
+    bits = digits.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits & 2147483647, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _bound(values, begin, end, COUNT, DIGITS: tl.constexpr, BLOCK: tl.constexpr):
     """The COUNT-th largest of values[begin:end] by its first digits of 8 bits, as `_sortable` has them, and how many of
     those that share these digits are among the COUNT largest.
@@ -138,12 +144,13 @@ def _select(
         tl.debug_barrier()
         expected = ROOM * (COUNT / (hi - lo).to(tl.float32))
         rank = (expected + 4.0 * tl.sqrt(expected) + 2.0).to(tl.int32)
-        bound, _ = _bound(kept, 0, ROOM, rank, 2, ROOM)
+        digits, _ = _bound(kept, 0, ROOM, rank, 2, ROOM)
+        bound = _unsortable(digits << 16)
         tl.debug_barrier()
-        for start in range(lo, hi, BLOCK):
+        for start in tl.range(lo, hi, BLOCK, num_stages=3):
             place = start + steps
-            score = tl.load(at + place, mask=place < hi, other=0.0)
-            keep = ((_sortable(score) >> 16) >= bound) & (place < hi)
+            score = tl.load(at + place, mask=place < hi, other=float("-inf"))
+            keep = score >= bound
             ones = keep.to(tl.int32)
             spot = found + tl.cumsum(ones, 0) - 1
             tl.store(kept + spot, score, mask=keep & (spot < ROOM))
