@@ -13,6 +13,7 @@ from torch import Tensor
 
 QUERIES, KEYS = 64, 128  # of one program's scores: 617 TFLOP/s in bfloat16 on an H200
 BLOCK = 4096  # scores that one program of `_select` reads at once
+SAMPLE = 4096  # scores of a row that tell a bound
 TOGETHER = 4  # neighbours in a sample, which share a sector of memory
 ROWS = 4096  # queries whose scores are chosen from at once, at most: each has room for scores and places of its own
 
@@ -68,34 +69,36 @@ def _unsortable(digits):
 
 @triton.jit
 def _bound(values, begin, end, COUNT, DIGITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The COUNT-th largest of values[begin:end] by its first digits of 8 bits, as `_sortable` has them, and how many of
-    those that share these digits are among the COUNT largest.
+    """The COUNT-th largest of values[begin:end] by its first digits of 5 bits, as `_sortable` has them (the seventh has
+    2), and how many of those that share these digits are among the COUNT largest. A warp counts 32 values at a time.
     """
     steps = tl.arange(0, BLOCK)
-    bins = tl.arange(0, 256)
+    bins = tl.arange(0, 32)
     known = tl.zeros([1], tl.uint32)  # the digits found so far
     wanted = tl.zeros([1], tl.int32) + COUNT  # of those that share them
     for digit in tl.static_range(DIGITS):
-        counts = tl.zeros([256], tl.int32)
+        bits: tl.constexpr = 5 if digit < 6 else 2
+        below: tl.constexpr = 32 - 5 * digit - bits
+        counts = tl.zeros([32], tl.int32)
         for start in range(begin, end, BLOCK):
             place = start + steps
             value = _sortable(tl.load(values + place, mask=place < end, other=0.0))
             fits = place < end
             if digit > 0:
-                fits = fits & ((value >> (32 - 8 * digit)) == known)
-            counts += tl.histogram(((value >> (24 - 8 * digit)) & 255).to(tl.int32), 256, mask=fits)
+                fits = fits & ((value >> (below + bits)) == known)
+            counts += tl.histogram(((value >> below) & ((1 << bits) - 1)).to(tl.int32), 32, mask=fits)
         above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # of larger digits
         here = (above < wanted) & (above + counts >= wanted)
         found = tl.sum(tl.where(here, bins, 0), 0)
         wanted = wanted - tl.sum(tl.where(here, above, 0), 0)
-        known = (known << 8) | found.to(tl.uint32)
+        known = (known << bits) | found.to(tl.uint32)
     return known, wanted
 
 
 @triton.jit
 def _write_best(values, places, begin, end, out, COUNT: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr):
     """The COUNT largest of values[begin:end], and of equal ones the first: places[i] with LISTED, else i itself."""
-    known, wanted = _bound(values, begin, end, COUNT, 4, BLOCK)
+    known, wanted = _bound(values, begin, end, COUNT, 7, BLOCK)
     steps = tl.arange(0, BLOCK)
     taken = tl.zeros([1], tl.int32)
     equal = tl.zeros([1], tl.int32)
@@ -116,12 +119,12 @@ def _write_best(values, places, begin, end, out, COUNT: tl.constexpr, LISTED: tl
 @triton.jit
 def _select(
     scores, low, high, chosen, kept, places, first, keys,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, TOGETHER: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr, TOGETHER: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """The COUNT largest of a row between its bounds, in the order of their places; -1 where there are fewer.
 
-    A long row is read once: a sample of ROOM of its scores tells a bound that a few more than COUNT reach, and what
-    reaches it is copied. Where the sample was wrong, by what it has chosen fewer or more than there is room for, the
+    A long row is read once: a sample of its scores tells a bound that more than COUNT reach, by five standard deviations
+    of what a sample tells, and what reaches it is copied. Where that is too few, or more than there is room for, the
     whole row is gone over digit by digit.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -137,15 +140,15 @@ def _select(
     kept += row * ROOM
     places += row * ROOM
     found = tl.zeros([1], tl.int32)
-    if hi - lo > 2 * ROOM:
-        sample = tl.arange(0, ROOM)
-        group = (sample // TOGETHER).to(tl.float32) * ((hi - lo - TOGETHER).to(tl.float32) / (ROOM // TOGETHER))
+    if hi - lo > 4 * SAMPLE:
+        sample = tl.arange(0, SAMPLE)
+        group = (sample // TOGETHER).to(tl.float32) * ((hi - lo - TOGETHER).to(tl.float32) / (SAMPLE // TOGETHER))
         tl.store(kept + sample, tl.load(at + lo + group.to(tl.int32) + sample % TOGETHER))
         tl.debug_barrier()
-        expected = ROOM * (COUNT / (hi - lo).to(tl.float32))
-        rank = (expected + 4.0 * tl.sqrt(expected) + 2.0).to(tl.int32)
-        digits, _ = _bound(kept, 0, ROOM, rank, 2, ROOM)
-        bound = _unsortable(digits << 16)
+        expected = SAMPLE * (COUNT / (hi - lo).to(tl.float32))
+        rank = (expected + 5.0 * tl.sqrt(expected) + 10.0).to(tl.int32)
+        digits, _ = _bound(kept, 0, SAMPLE, rank, 3, SAMPLE)
+        bound = _unsortable(digits << 17)
         tl.debug_barrier()
         for start in tl.range(lo, hi, BLOCK, num_stages=3):
             place = start + steps
@@ -159,7 +162,7 @@ def _select(
         tl.debug_barrier()
     many = tl.max(found, 0)
     if (many >= COUNT) & (many <= ROOM):
-        _write_best(kept, places, 0, many, out, COUNT, True, ROOM)
+        _write_best(kept, places, 0, many, out, COUNT, True, SAMPLE)
     else:
         _write_best(at, places, lo, hi, out, COUNT, False, BLOCK)
 
@@ -171,7 +174,7 @@ def choose(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, cou
     chosen = torch.empty(n, count, dtype=torch.int32, device=q.device)
     rows = max(QUERIES, min(n, ROWS, scores_bytes // (4 * len(k))) // QUERIES * QUERIES)
     scores = torch.empty(rows, len(k), device=q.device, dtype=torch.float32)
-    room = max(4096, triton.next_power_of_2(2 * count))
+    room = 4 * max(SAMPLE // 2, triton.next_power_of_2(count))
     kept = torch.empty(rows, room, device=q.device, dtype=torch.float32)
     places = torch.empty(rows, room, device=q.device, dtype=torch.int32)
     for first in range(0, n, rows):
@@ -182,6 +185,6 @@ def choose(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, cou
         )  # fmt: skip
         _select[(size,)](
             scores, low, high, chosen, kept, places, first, len(k),
-            COUNT=count, BLOCK=BLOCK, ROOM=room, TOGETHER=TOGETHER, num_warps=8,
+            COUNT=count, BLOCK=BLOCK, SAMPLE=SAMPLE, TOGETHER=TOGETHER, ROOM=room, num_warps=8,
         )  # fmt: skip
     return chosen
