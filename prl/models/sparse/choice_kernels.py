@@ -77,8 +77,8 @@ def _bound(values, begin, end, COUNT, DIGITS: tl.constexpr, BLOCK: tl.constexpr)
     known = tl.zeros([1], tl.uint32)  # the digits found so far
     wanted = tl.zeros([1], tl.int32) + COUNT  # of those that share them
     for digit in tl.static_range(DIGITS):
-        bits: tl.constexpr = 5 if digit < 6 else 2
-        below: tl.constexpr = 32 - 5 * digit - bits
+        bits = 5 if digit < 6 else 2
+        below = 32 - 5 * digit - bits
         counts = tl.zeros([32], tl.int32)
         for start in range(begin, end, BLOCK):
             place = start + steps
@@ -123,9 +123,9 @@ def _select(
 ):  # fmt: skip
     """The COUNT largest of a row between its bounds, in the order of their places; -1 where there are fewer.
 
-    A long row is read once: a sample of its scores tells a bound that more than COUNT reach, by five standard deviations
-    of what a sample tells, and what reaches it is copied. Where that is too few, or more than there is room for, the
-    whole row is gone over digit by digit.
+    A long row is read once: a sample of its scores tells a bound that more than COUNT reach, by five standard
+    deviations of what a sample tells, and what reaches it is copied. Where that is too few, or more than there is room
+    for, the whole row is gone over digit by digit.
     """
     row = tl.program_id(0).to(tl.int64)
     lo, hi = tl.load(low + first + row), tl.load(high + first + row)
