@@ -76,17 +76,16 @@ def _bound(values, begin, end, COUNT, DIGITS: tl.constexpr, BLOCK: tl.constexpr)
     bins = tl.arange(0, 32)
     known = tl.zeros([1], tl.uint32)  # the digits found so far
     wanted = tl.zeros([1], tl.int32) + COUNT  # of those that share them
-    for digit in tl.static_range(DIGITS):
-        bits = 5 if digit < 6 else 2
-        below = 32 - 5 * digit - bits
+    for digit in range(DIGITS):
+        below = tl.maximum(27 - 5 * digit, 0)
+        bits = 32 - 5 * digit - below
         counts = tl.zeros([32], tl.int32)
         for start in range(begin, end, BLOCK):
             place = start + steps
             value = _sortable(tl.load(values + place, mask=place < end, other=0.0))
-            fits = place < end
-            if digit > 0:
-                fits = fits & ((value >> (below + bits)) == known)
-            counts += tl.histogram(((value >> below) & ((1 << bits) - 1)).to(tl.int32), 32, mask=fits)
+            digits = value >> below
+            fits = ((digits >> bits) == known) & (place < end)
+            counts += tl.histogram((digits & ((1 << bits) - 1)).to(tl.int32), 32, mask=fits)
         above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # of larger digits
         here = (above < wanted) & (above + counts >= wanted)
         found = tl.sum(tl.where(here, bins, 0), 0)
