@@ -78,7 +78,7 @@ def measure(tokens: int, sizes: Sizes) -> str:
     )
     rates = products / sparse[0] / 1e9, 2.5 * products / sparse[1] / 1e9
     figures = (choice, sparse[0], dense[0], sparse[1], dense[1])
-    return f"{tokens:9,}  " + "  ".join(f"{ms:10.1f}" for ms in figures) + "".join(f"  {r:10.3g}" for r in rates)
+    return f"{tokens:9,}  " + "  ".join(f"{ms:10.3f}" for ms in figures) + "".join(f"  {r:10.3g}" for r in rates)
 
 
 def main() -> None:

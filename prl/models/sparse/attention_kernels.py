@@ -55,7 +55,7 @@ def _forward(
 
 @triton.jit
 def _scores(
-    q, latents, chosen, dout, lse, delta, dq, probs, dscores, first, count, scale,
+    q, latents, chosen, dout, out, lse, dq, probs, dscores, first, count, scale,
     H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """dq, and the probabilities and gradients of scores [queries of the block, H, count]."""
@@ -70,7 +70,7 @@ def _scores(
     qr = tl.load(q + at * W + C + rs[None, :], mask=inside, other=0.0)
     do = tl.load(dout + at * C + cs[None, :], mask=inside, other=0.0)
     norm = tl.load(lse + n * H + heads, mask=heads < H, other=0.0) * 1.4426950408889634
-    share = tl.load(delta + n * H + heads, mask=heads < H, other=0.0)
+    share = tl.sum(do.to(tl.float32) * tl.load(out + at * C + cs[None, :], mask=inside, other=0.0).to(tl.float32), 1)
     dqc = tl.zeros([BH, C], tl.float32)
     dqr = tl.zeros([BH, R], tl.float32)
     for start in range(0, count, BK):
@@ -145,7 +145,6 @@ def backward(
     """exactly: sums of rows in a fixed order, for which the gradients of a block of queries are kept apart."""
     n, heads, width = q.shape
     values, count = out.shape[2], chosen.shape[1]
-    delta = (dout.float() * out.float()).sum(-1)
     dq = torch.empty_like(q)
     dlatents = torch.zeros(latents.shape, device=q.device, dtype=torch.float32)
     each = 2 * heads * count * q.element_size() + (4 * count * width if exactly else 0)
@@ -157,7 +156,7 @@ def backward(
     for first in range(0, n, size):
         queries = min(size, n - first)
         _scores[(queries, triton.cdiv(heads, block))](
-            q, latents, chosen, dout, lse, delta, dq, probs, dscores, first, count, scale,
+            q, latents, chosen, dout, out, lse, dq, probs, dscores, first, count, scale,
             H=heads, BH=block, C=values, R=width - values, BK=KEYS, num_warps=8, num_stages=1,
         )  # fmt: skip
         _rows[(queries, triton.cdiv(width, 128), triton.cdiv(count, group))](
