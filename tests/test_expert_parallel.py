@@ -14,7 +14,7 @@ from trainer_ranks import Job
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.models.checkpoints.writing import hf_tensors
-from prl.models.experts.all_to_all import Route
+from prl.models.experts.all_to_all import Route, count_pairs
 from prl.models.experts.dispatch import LocalDispatch, collect, sort_by_expert, spread
 from prl.models.experts.routing import Choice, route
 from prl.models.experts.stacked import Experts
@@ -60,8 +60,8 @@ def test_a_token_goes_once_to_each_rank_that_holds_any_of_its_experts(n, k, size
     experts = torch.rand(n, 8, generator=torch.Generator().manual_seed(seed)).topk(k).indices
     route = Route.choose(experts.int(), size, 8)
     wanted = [(rank, token) for rank in range(size) for token in range(n) if rank in experts[token] // (8 // size)]
-    assert route.counts[:, 0].tolist() == [sum(rank == r for r, _ in wanted) for rank in range(size)]
-    assert torch.equal(route.counts[:, 1:].flatten(), experts.flatten().bincount(minlength=8))
+    assert route.count_rows().tolist() == [sum(rank == r for r, _ in wanted) for rank in range(size)]
+    assert torch.equal(count_pairs(experts, 8), experts.flatten().bincount(minlength=8))
     tokens = torch.arange(n, dtype=torch.float64)[:, None]
     rows = route.fan_out(tokens)[: len(wanted)]
     assert rows.flatten().tolist() == [token for _, token in wanted]

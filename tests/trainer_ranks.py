@@ -98,6 +98,11 @@ def job_mesh(job: Job) -> MeshPlan:
     return MeshPlan(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep)
 
 
+def node_ranks(job: Job) -> int | None:
+    """Of its deployment; sizes without a layout are on one node."""
+    return None if job.layout is None else world_of(job_config(job)).node_ranks
+
+
 def train_step(policy: Policy, step: int, bad: bool = False) -> tuple[float, float]:
     """(loss over the world, gradient norm before clipping)"""
     loss = accumulate(policy, step, bad)
@@ -132,7 +137,7 @@ def take_gradients(policy: Policy, step: int) -> dict[str, Tensor]:
 
 def run_job(job: Job) -> dict[str, Any]:
     """Losses, norms and final weights."""
-    world = build_world(job_mesh(job), torch.device("cpu"))
+    world = build_world(job_mesh(job), torch.device("cpu"), node_ranks(job))
     seed_everything(0, deterministic=False)
     policy = build_policy(job, world)
     if job.load:

@@ -103,11 +103,12 @@ class ParallelismConfig(Group):
     cp: Devices = 1
     cp_style: CpStyle | Literal["auto"] = "auto"  # auto: the first of the model's own that fits
     allow_cp_across_nodes: bool = False
-    ep_comm_backend: Literal["torch", "deepep"] = "torch"
+    ep_comm_backend: Literal["torch", "hierarchical", "deepep"] = "torch"
     ep_pieces: Positive = 1
     deepep_num_sms: Positive = 20
     deepep_token_chunk_size: Positive | None = None
     reshard_after_forward: bool = True
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class ActivationCheckpointing(Group):

@@ -52,6 +52,7 @@ class World:
     train_devices: int | None  # that the deployment gives the trainer; None: as many as the mesh needs
     infer_devices: int  # of all engines together, were there any
     spans_nodes: bool  # roles sit on more than one node
+    node_ranks: int  # trainer ranks that fill a node, neighbours; were there fewer, all of them
     takes_turns: bool  # engines sleep while the trainer works, on the devices of both
     # the engine's share of each GPU where it goes on beside a trainer; None: it is alone or takes turns
     overlapping_part: float | None
@@ -63,6 +64,11 @@ class World:
     def ranks(self) -> int:
         """Trainer ranks of the job."""
         return self.mesh.size if self.has_trainers else 0
+
+    @property
+    def ep_nodes(self) -> int:
+        """Nodes over which an expert group is spread."""
+        return -(-self.mesh.ep // self.node_ranks)
 
     @property
     def engine_devices(self) -> int:
@@ -97,6 +103,7 @@ def world_of(config: RunConfig) -> World:
         train_devices=train_devices,
         infer_devices=infer_devices,
         spans_nodes=spans_nodes,
+        node_ranks=deployment.gpus_per_node if spans_nodes else mesh.size,
         takes_turns=takes_turns(config),
         overlapping_part=deployment.infer_memory_fraction if on_the_same else None,
         infer_gpu_ids=infer,

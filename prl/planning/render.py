@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prl.config.point import warm_start_key
+from prl.config.world import world_of
 from prl.planning.run_plan import RolePlan, RunPlan
 from prl.planning.sharding import uneven_experts
 from prl.planning.sharing import devices_taking_turns
@@ -31,6 +32,20 @@ def mixed_environments(plan: RunPlan) -> str:
     return f"{told}; '~env' leaves env={chosen} out" if chosen and added and len(added) < len(mix) else told
 
 
+def experts_over_nodes(plan: RunPlan) -> str:
+    """How tokens travel to experts on other nodes; "" where none are there."""
+    nodes = world_of(plan.config).ep_nodes
+    if not plan.roles_of("trainer") or nodes == 1:
+        return ""
+    backend = plan.config.parallelism.ep_comm_backend
+    way = {
+        "torch": "all-to-all: a token goes once to each rank of its experts; see parallelism.ep_comm_backend",
+        "hierarchical": "hierarchical: a token goes once to a node",
+        "deepep": "DeepEP: a token goes once to a node",
+    }
+    return f"over {nodes} nodes, {way[backend]}"
+
+
 def _row(role: RolePlan) -> tuple[str, ...]:
     devices = ",".join(map(str, role.devices)) or "-"
     return (role.name, str(role.node), devices, str(role.rank), str(role.world_size))
@@ -49,6 +64,8 @@ def _summary(plan: RunPlan) -> list[str]:
     if plan.roles_of("trainer"):
         sizes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}"
         lines.append(f"mesh        {sizes} = {mesh.world_size} ranks; ep {mesh.ep}; {mesh.data_ranks} data ranks")
+    if told := experts_over_nodes(plan):
+        lines.append(f"experts     {told}")
     if config.inference.urls:
         lines.append(f"engines     {', '.join(config.inference.urls)}: they run already, on devices of their own")
     if config.job == "rl" and config.algo.teacher.urls:

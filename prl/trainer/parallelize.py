@@ -6,9 +6,11 @@ In the manner of torchtitan: small functions, applied in one order, each doing n
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -20,7 +22,8 @@ from prl.models.adapters.lora import LoraLinear, apply_lora, cast_parameters, in
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.all_to_all import AllToAllDispatch
 from prl.models.experts.deepep import DeepEPDispatch
-from prl.models.experts.stacked import Experts
+from prl.models.experts.hierarchical import HierarchicalDispatch
+from prl.models.experts.stacked import Dispatch, Experts
 from prl.models.families.build import build_decoder
 from prl.models.fp8.linears import apply_fp8
 from prl.models.layers.decoder import Decoder
@@ -29,7 +32,7 @@ from prl.trainer.compilation import apply_compile
 from prl.trainer.indexer_training import train_indexers
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.memory.recompute import apply_checkpointing
-from prl.trainer.world import World, shard_mesh
+from prl.trainer.world import World, cut_at_nodes, shard_mesh
 
 
 def build_model(config: RunConfig, path: Path | None, world: World) -> Decoder:
@@ -120,15 +123,25 @@ def apply_expert_parallelism(model: Decoder, parallelism: ParallelismConfig, wor
     """Give each rank of an expert group its share of the experts, and let the tokens travel there."""
     if world.experts is None:
         return
-    mesh = world.experts["ep"]
-    dispatch: AllToAllDispatch | DeepEPDispatch = AllToAllDispatch(mesh.get_group(), parallelism.ep_pieces)
-    if parallelism.ep_comm_backend == "deepep":
-        chunk_size = parallelism.deepep_token_chunk_size
-        dispatch = DeepEPDispatch(mesh.get_group(), parallelism.deepep_num_sms, chunk_size)
+    mesh, dispatch = world.experts["ep"], make_dispatch(parallelism, world)
     for experts in expert_modules(model):
         for name, param in list(experts.named_parameters(recurse=False)):
             experts.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)])))
         experts.dispatch = dispatch
+
+
+def make_dispatch(parallelism: ParallelismConfig, world: World) -> Dispatch:
+    """Who carries the tokens of all layers. A collective of the world."""
+    assert world.experts is not None
+    group = world.experts["ep"].get_group()
+    match parallelism.ep_comm_backend:
+        case "torch":
+            return AllToAllDispatch(group, parallelism.ep_pieces)
+        case "hierarchical":
+            nodes = cut_at_nodes(world)
+            return HierarchicalDispatch(nodes.get_group("nodes"), nodes.get_group("ranks"), parallelism.ep_pieces)
+        case "deepep":
+            return DeepEPDispatch(group, parallelism.deepep_num_sms, parallelism.deepep_token_chunk_size)
 
 
 def expert_modules(model: nn.Module) -> list[Experts]:
@@ -136,47 +149,54 @@ def expert_modules(model: nn.Module) -> list[Experts]:
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    return torch_dtype(config.model.dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
-    """Shard over dp_shard x cp, replicate over dp_replicate; parameters and reductions in float32, compute in
-    model.dtype. Experts under expert parallelism are sharded over what remains of the island, along a dimension that it
-    divides (`expert_dimension`). What states decay by computes in float32. Activations follow the parameters' dtype
-    from the embedding on; nothing is cast on the way into a layer, for the rotary tables are float32 and long positions
-    need them so.
+    """Shard over dp_shard x cp, replicate over dp_replicate; parameters in float32, compute in model.dtype, gradients
+    added up in parallelism.reduce_dtype. What states decay by is computed and added up in float32. Activations follow
+    the parameters' dtype from the embedding on; nothing is cast on the way into a layer, for the rotary tables are
+    float32 and long positions need them so.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(config), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    offload = (
-        CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-        if config.memory_recipe.fsdp_cpu_offload
-        else OffloadPolicy()
-    )
-    reshard = config.parallelism.reshard_after_forward
-    dense = shard_mesh(world.dense, "fsdp")
+    options: dict[str, Any] = {"offload_policy": OffloadPolicy()}
+    if config.memory_recipe.fsdp_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    compute, reduce = compute_dtype(config), torch_dtype(config.parallelism.reduce_dtype)
+    options |= {"mesh": shard_mesh(world.dense, "fsdp"), "mp_policy": precision(compute, reduce)}
+    inner = options | {"reshard_after_forward": config.parallelism.reshard_after_forward}
     if world.experts is not None:
-        sparse = shard_mesh(world.experts, "efsdp")
-        sparse_ranks = world.experts["efsdp"].size()
-        for experts in expert_modules(model):
-            fully_shard(
-                experts,
-                mesh=sparse,
-                mp_policy=policy,
-                offload_policy=offload,
-                reshard_after_forward=reshard,
-                shard_placement_fn=lambda param: Shard(expert_dimension(param.shape, sparse_ranks)),
-            )
-    whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        shard_experts(model, world.experts, inner)
     for module in model.modules():
         if keeps_float32(module):
-            fully_shard(module, mesh=dense, mp_policy=whole, offload_policy=offload, reshard_after_forward=reshard)
+            fully_shard(module, **inner | {"mp_policy": precision(torch.float32, torch.float32)})
     for layer in model.layers:
-        fully_shard(layer, mesh=dense, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    fully_shard(model, mesh=dense, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(layer, **inner)
+    fully_shard(model, **options, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # losses are already divided by the global token count, so gradients are summed; gloo cannot pre-multiply
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def precision(compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def shard_experts(model: Decoder, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Experts under expert parallelism over what remains of the island, along a dimension that it divides. Where
+    nothing remains and there are no replicas, their gradients stay on their ranks, and are not rounded for travel.
+    """
+    ranks = mesh["efsdp"].size()
+    if ranks * mesh["dp_replicate"].size() == 1:
+        options = options | {"mp_policy": precision(options["mp_policy"].param_dtype, torch.float32)}
+    for experts in expert_modules(model):
+        fully_shard(
+            experts,
+            **options | {"mesh": shard_mesh(mesh, "efsdp")},
+            shard_placement_fn=lambda param: Shard(expert_dimension(param.shape, ranks)),
+        )

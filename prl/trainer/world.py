@@ -7,6 +7,8 @@ The same ranks are seen as three meshes:
     dense    dp_replicate x fsdp          fsdp = dp_shard * cp: what everything but experts is sharded over
     experts  dp_replicate x efsdp x ep    efsdp = fsdp / ep: each expert group's experts are sharded over the others
     data     data x cp                    who sees which batch, and who shares a sequence
+
+Where tokens go to their experts by way of nodes, ep is cut into nodes x ranks of each (`cut_at_nodes`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class World:
     dense: DeviceMesh
     experts: DeviceMesh | None  # None without expert parallelism
     data: DeviceMesh
+    node_ranks: int  # ranks of this world that fill a node, neighbours
 
     @property
     def is_main(self) -> bool:
@@ -83,11 +86,11 @@ def join_world(ctx: ChildContext) -> World:
         world_size=role.world_size,
         timeout=timedelta(seconds=ctx.plan.config.deployment.hang_timeout_s),
     )
-    return build_world(ctx.plan.mesh, device)
+    return build_world(ctx.plan.mesh, device, world_of(ctx.plan.config).node_ranks)
 
 
-def build_world(plan: MeshPlan, device: torch.device) -> World:
-    """The meshes of an initialised process group."""
+def build_world(plan: MeshPlan, device: torch.device, node_ranks: int | None = None) -> World:
+    """The meshes of an initialised process group; node_ranks: as of `World`, None: all are on one node."""
     island = plan.dp_shard * plan.cp
 
     def mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -102,7 +105,16 @@ def build_world(plan: MeshPlan, device: torch.device) -> World:
         if plan.ep > 1
         else None,
         data=mesh((plan.data_ranks, plan.cp), ("data", "cp")),
+        node_ranks=node_ranks or dist.get_world_size(),
     )
+
+
+def cut_at_nodes(world: World) -> DeviceMesh:
+    """The expert groups, each of whole nodes: groups x nodes x ranks of a node. A collective of the world."""
+    assert world.experts is not None
+    nodes = world.experts["ep"].size() // world.node_ranks
+    sizes = (world.size // (nodes * world.node_ranks), nodes, world.node_ranks)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("groups", "nodes", "ranks"))
 
 
 def shard_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

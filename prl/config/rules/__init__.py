@@ -72,6 +72,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     parallelism.ep_divides_experts,
     parallelism.ep_fits_the_fsdp_island,
     parallelism.deepep_fits_the_mesh,
+    parallelism.hierarchy_has_its_nodes,
     parallelism.deepep_keys_take_effect,
     parallelism.pieces_travel,
     parallelism.deepep_can_run,

@@ -103,6 +103,8 @@ def _training(config: RunConfig, world: World) -> Iterator[Idle]:
         yield Idle(
             ("parallelism.reshard_after_forward",), "1 rank in an FSDP island", "nothing is sharded", "parallelism=fsdp"
         )
+    if mesh.size == 1:
+        yield Idle(("parallelism.reduce_dtype",), "1 rank", "no gradients are added up", "parallelism=fsdp")
     yield from _optim(config.optim, "optim")
     if config.warm_start is not None:
         yield from _optim(config.warm_start.optim, "warm_start.optim")

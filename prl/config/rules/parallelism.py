@@ -97,6 +97,28 @@ deepep_fits_the_mesh = each_of(
 )
 
 
+hierarchy_has_its_nodes = first_of(
+    Refuse(
+        lambda c, w: w.node_ranks % w.mesh.ep == 0,
+        "No expert group leaves its node.",
+        where="parallelism.ep_comm_backend=hierarchical, parallelism.ep={world.mesh.ep}",
+        why=lambda c, w: (
+            f"a node holds {w.node_ranks} ranks; inside it a token goes straight to the ranks of its experts"
+        ),
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    Refuse(
+        lambda c, w: w.mesh.ep % w.node_ranks,
+        "Expert groups of {world.mesh.ep} ranks do not consist of whole nodes.",
+        where="parallelism.ep={world.mesh.ep}, {deployment.gpus_per_node=}",
+        why="from node to node a token goes to the rank with the same place, so each has one in every node: ep must be "
+        "a multiple of gpus_per_node",
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    given=lambda c, w: c.parallelism.ep_comm_backend == "hierarchical",
+)
+
+
 def deepep_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
     parallelism, usual = config.parallelism, ParallelismConfig()
     if parallelism.ep_comm_backend == "deepep":

@@ -17,13 +17,13 @@ only then.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from prl.models.experts.dispatch import ExpertCompute, collect, invert, spread
+from prl.models.experts.trips import HostCopy, Trips
 
 
 class AllToAllDispatch:
@@ -38,34 +38,27 @@ class AllToAllDispatch:
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: ExpertCompute) -> Tensor:
         """As `LocalDispatch`; `compute` sees the tokens of all ranks that chose this rank's experts."""
+        size = self.group.size()
         shares = [part.tensor_split(self.pieces) for part in (x, weights, experts.int())]
-        routes = [Route.choose(chosen, self.group.size(), num_experts) for chosen in shares[2]]
-        arriving, sizes = exchange_counts([route.counts for route in routes], self.group)
+        routes = [Route.choose(chosen, size, num_experts) for chosen in shares[2]]
+        pairs = [count_pairs(chosen, num_experts).view(size, -1) for chosen in shares[2]]
+        counts = [torch.cat([route.count_rows()[:, None], held], 1) for route, held in zip(routes, pairs, strict=True)]
+        arriving, sizes = exchange_counts(counts, self.group)
         # the device copies rows while the host waits for the sizes
         leaving = [[route.fan_out(part) for part in parts] for route, *parts in zip(routes, *shares, strict=True)]
-        trips: list[Trip] = []
-
-        def travel(rows: Tensor, sent: list[int], received: list[int]) -> Trip:
-            trips.append(Trip(rows, sent, received, self.group))
-            return trips[-1]
-
-        try:
+        with Trips() as trips:
             splits = sizes.wait()
             there = [
-                [travel(part, sent, received) for part in parts]
+                [trips.begin(part, sent, received, self.group) for part in parts]
                 for parts, (sent, received, _) in zip(leaving, splits, strict=True)
             ]
             back = []
-            for parts, counts, (sent, received, pairs) in zip(there, arriving, splits, strict=True):
+            for parts, held, (sent, received, there_are) in zip(there, arriving, splits, strict=True):
                 rows, scale, chosen = (trip.end() for trip in parts)
-                chosen = chosen - self.group.rank() * len(counts)
-                y = run_experts(rows, scale, chosen, counts, sum(pairs), compute)
-                back.append(travel(y, received, sent))
+                chosen = chosen - self.group.rank() * len(held)
+                y = run_experts(rows, scale, chosen, held, sum(there_are), compute)
+                back.append(trips.begin(y, received, sent, self.group))
             return torch.cat([route.add_up(trip.end()) for route, trip in zip(routes, back, strict=True)])
-        finally:  # recomputation may end this function early, by an exception: nothing may be left under way
-            for trip in trips:
-                trip.settle()
-                trip.rows = None
 
 
 def exchange_counts(counts: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, HostCopy]:
@@ -84,28 +77,30 @@ def exchange_counts(counts: list[Tensor], group: dist.ProcessGroup) -> tuple[Ten
 
 @dataclass
 class Route:
-    """Which tokens go to which rank, each once: rows in order of rank, then token.
+    """Which tokens go to which of several places, each once: rows in order of place, then token. A place is a rank, or
+    for `HierarchicalDispatch` a node.
 
-    positions [N, ep]: the row of token n for rank r, or -1; order [U]: the flat index into positions of each row, 0
-    beyond the last, for U is what there can be at most. counts [ep, 1 + E_local]: rows, and pairs of token and expert.
+    positions [N, P]: the row of token n for place p, or -1; order [U]: the flat index into positions of each row, 0
+    beyond the last, for U is what there can be at most.
     """
 
     order: Tensor
     positions: Tensor
-    counts: Tensor
 
     @classmethod
-    def choose(cls, experts: Tensor, size: int, num_experts: int) -> Route:
-        """For experts [N, K] int32, spread over `size` ranks. The host does not wait."""
-        (tokens, top_k), device = experts.shape, experts.device
-        experts = experts.long()
-        hit = torch.zeros(tokens, size, dtype=torch.bool, device=device)
-        hit = hit.scatter_(1, experts // (num_experts // size), True).T.flatten()
-        positions = (hit.cumsum(0) - 1).masked_fill_(~hit, -1).view(size, tokens).T.contiguous()
-        pairs = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        pairs.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
-        counts = torch.cat([hit.view(size, tokens).sum(1, keepdim=True), pairs.view(size, -1)], dim=1)
-        return cls(invert(positions, tokens * min(size, top_k)), positions, counts)
+    def choose(cls, experts: Tensor, places: int, num_experts: int, rows: int | None = None) -> Route:
+        """For experts [N, K] int32 of num_experts, spread over `places`; those out of range are at none of them.
+
+        rows: how many there are, where the host knows it. It does not wait.
+        """
+        tokens, top_k = experts.shape
+        hit = reached(experts, places, num_experts).T.flatten()
+        positions = (hit.cumsum(0) - 1).masked_fill_(~hit, -1).view(places, tokens).T.contiguous()
+        return cls(invert(positions, tokens * min(places, top_k) if rows is None else rows), positions)
+
+    def count_rows(self) -> Tensor:
+        """[P], for each place."""
+        return (self.positions >= 0).sum(0)
 
     def fan_out(self, x: Tensor) -> Tensor:
         """x [N, ...] -> rows [U, ...], in the order of travel."""
@@ -114,6 +109,21 @@ class Route:
     def add_up(self, rows: Tensor) -> Tensor:
         """The rows that came back -> [N, H]: each token's sum."""
         return collect(rows, self.order[: len(rows)], self.positions, keep=True)
+
+
+def reached(experts: Tensor, places: int, num_experts: int) -> Tensor:
+    """[N, P] bool: the places that hold any of each token's experts [N, K]; those out of range are nowhere."""
+    away = (experts < 0) | (experts >= num_experts)
+    place = (experts // (num_experts // places)).masked_fill_(away, places).long()
+    hit = torch.zeros(len(experts), places + 1, dtype=torch.bool, device=experts.device)
+    return hit.scatter_(1, place, True)[:, :places]
+
+
+def count_pairs(experts: Tensor, num_experts: int) -> Tensor:
+    """[E]: how many tokens chose each expert; experts [N, K]."""
+    experts = experts.flatten().long()
+    pairs = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    return pairs.scatter_add_(0, experts, torch.ones_like(experts))
 
 
 def run_experts(x: Tensor, scale: Tensor, chosen: Tensor, counts: Tensor, pairs: int, compute: ExpertCompute) -> Tensor:
@@ -128,79 +138,3 @@ def run_experts(x: Tensor, scale: Tensor, chosen: Tensor, counts: Tensor, pairs:
     order = order[:pairs]
     y = compute(spread(x, order, positions), counts, spread(scale.flatten(), order, positions.view(-1, 1)))
     return collect(y, order, positions)
-
-
-# --- on the way -------------------------------------------------------------------------------------------------------
-
-
-class Trip:
-    """Rows [M, ...] on their way, sent[i] of them to rank i and received[i] from it; what lies beyond stays here."""
-
-    def __init__(self, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
-        self.num_rows, self.sent, self.received, self.group = len(rows), sent, received, group
-        self.work: dist.Work | None = None
-        self.grad: Tensor | None = None
-        self.rows: Tensor | None = Depart.apply(rows, self)
-
-    def end(self) -> Tensor:
-        """The rows that arrived [sum(received), ...]. The device waits for them, the host does not."""
-        rows, self.rows = Arrive.apply(self.rows, self), None
-        return rows
-
-    def launch(self, target: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
-        self.work = dist.all_to_all_single(target, rows, received, sent, group=self.group, async_op=True)
-
-    def settle(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-
-class Depart(torch.autograd.Function):
-    """Backward waits for the gradients that `Arrive` sent back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        arriving = rows.new_empty(sum(trip.received), *rows.shape[1:])
-        trip.launch(arriving, rows[: sum(trip.sent)], trip.received, trip.sent)
-        return arriving
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        trip = ctx.trip
-        trip.settle()
-        grad, trip.grad = trip.grad, None
-        return grad, None
-
-
-class Arrive(torch.autograd.Function):
-    """Rows as they are, once they are here; backward sends their gradients off."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        trip.settle()
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        trip, grad = ctx.trip, grads[0].contiguous()
-        trip.grad = grad.new_empty(trip.num_rows, *grad.shape[1:])  # nobody reads what lies beyond the rows sent
-        trip.launch(trip.grad[: sum(trip.sent)], grad, trip.sent, trip.received)
-        return grad, None  # to keep it until `Depart`, which knows better
-
-
-class HostCopy:
-    """A small device tensor on its way to the host, so that the device can be given work before the host waits."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values.to("cpu", non_blocking=True)  # into pinned memory
-        self.arrived = torch.cuda.Event() if values.is_cuda else None
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def wait(self) -> list[Any]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values.tolist()
