@@ -59,6 +59,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallelism.ep_comm_backend": ("rl", DEEPEP),
     "parallelism.deepep_": ("rl", DEEPEP),
     "parallelism.ep_pieces": ("rl", ("parallelism=ep2",)),
+    "parallelism.reduce_dtype": ("rl", ("parallelism.dp_shard=2",)),
     "parallelism.reshard_after_forward": ("rl", ("parallelism.dp_shard=2",)),
     "weight_transport.bucket_mib": ("rl", NCCL),
     "weight_transport.stage_mib": ("rl", NCCL),

@@ -162,6 +162,7 @@ MEASURED = {
     "parallelism.deepep_token_chunk_size": "test_keys_trainer.py::test_tokens_travel_to_experts_as_told",
     "parallelism.ep_comm_backend": "test_keys_trainer.py::test_tokens_travel_to_experts_as_told",
     "parallelism.ep_pieces": "test_keys_trainer.py::test_tokens_travel_to_experts_as_told",
+    "parallelism.reduce_dtype": "test_reduce_dtype.py::test_gradients_differ_by_the_rounding_of_bfloat16",
     "parallelism.reshard_after_forward": "test_keys_trainer.py::test_fsdp_offloads_to_the_host_and_reshards_as_told",
     "seed": "test_runs.py::test_another_seed_is_another_run",
     "seq_len": "test_keys_orchestrator.py::test_rows_hold_seq_len_tokens",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import ROUTED, family_card
-from test_parallel_equality import LORA, assert_equal, run_worlds
+from test_parallel_equality import LORA, assert_equal, nodes_of, run_worlds
 from tiny import random_model
 from torch.distributed.checkpoint import FileSystemReader
 from trainer_ranks import Job, build_policy, job_mesh, run_job, train_step
@@ -77,7 +77,10 @@ LEARNING = {
     "ep2_cp2": ("ep2_cp2", ["memory=selective", *FOUR, *INDEXERS]),
 }
 SHARING = "glm_moe_dsa shared choices"
+OVER_NODES = ("ep2_cp2", ["memory=tight", "parallelism.ep=4", *nodes_of(2, 2)])  # experts, by way of nodes
+IN_GROUPS = ("glm4_moe normed, two shared, in groups", "deepseek_v3")
 JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
+JOBS |= {(name, "over nodes"): OVER_NODES for name in IN_GROUPS}
 FULL_GRADIENTS = [key for key, (_, more) in JOBS.items() if key[1] != "lora" and HOST not in more]
 MUON = ("deepseek_v3", "glm_moe_dsa shared choices", "nemotron_h", "minimax_m2")  # whose matrices are of all kinds
 SHIPPED = {"lr": 0.01, "eps": 1e-8}  # AdamW's own eps

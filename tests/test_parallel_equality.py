@@ -22,6 +22,20 @@ LAYOUTS = {
     "ep2_cp2": ["deployment.num_train_gpus=4"],
     "ep8_cp2": [],
 }
+
+
+def nodes_of(nodes, per_node):
+    """Experts beyond a node, by way of nodes."""
+    several = ["deployment=multi_node", f"deployment.num_train_nodes={nodes}", f"deployment.gpus_per_node={per_node}"]
+    return [*several, "parallelism.ep_comm_backend=hierarchical"]
+
+
+# expert groups that leave their node; of the last there are two, so that experts are sharded as well
+NODES = {
+    "ep4 cp2, 2 nodes of 2": ("ep2_cp2", ["parallelism.ep=4", *nodes_of(2, 2)]),
+    "ep8, 2 nodes of 4": ("ep8", nodes_of(2, 4)),
+    "ep4 cp2 tight, 4 nodes of 2": ("ep8_cp2", ["parallelism.ep=4", "memory=tight", *nodes_of(4, 2)]),
+}
 RECIPES = ["balanced", "selective", "tight", "cpu_offload"]
 LEVERS = {
     "optim_cpu_offload=full": "memory_recipe.optim_cpu_offload=full",
@@ -104,6 +118,7 @@ def parallel(model_path, tmp_path_factory):
     jobs["cp2_ring", "tight"] = make_job(model_path, "cp2_ring", "memory=tight")
     for layout in LORA_LAYOUTS:
         jobs[layout, "lora"] = make_job(model_path, layout, *LORA, *LAYOUTS[layout])
+    jobs |= {("nodes", name): make_job(model_path, layout, *more) for name, (layout, more) in NODES.items()}
     jobs["ep2", "bfloat16"] = make_job(model_path, "ep2", "model.dtype=bfloat16")
     return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
 
@@ -133,6 +148,7 @@ def run_worlds(jobs, directory):
 
 
 CASES = [(layout, "none") for layout in LAYOUTS]
+CASES += [("nodes", name) for name in NODES]
 CASES += [("fsdp", recipe) for recipe in RECIPES] + [("ep2", "tight"), ("cp2_ring", "tight")]
 COMBINED = [("ep2", lever) for lever in LEVERS] + [(layout, "together") for layout in TOGETHER] + [("fsdp", "compile")]
 LORA_COMBINED = [("ep2", lever) for lever in LORA_LEVERS] + [(layout, "lora together") for layout in LORA_TOGETHER]
@@ -184,6 +200,8 @@ def test_experts_in_bfloat16(plain, parallel):
 
 def test_world_sizes_are_those_of_the_layouts(model_path):
     sizes = {name: job_mesh(make_job(model_path, name, *more)).world_size for name, more in LAYOUTS.items()}
+    over = {name: job_mesh(make_job(model_path, layout, *more)) for name, (layout, more) in NODES.items()}
+    assert [(mesh.world_size, mesh.ep, mesh.cp) for mesh in over.values()] == [(4, 4, 2), (8, 8, 1), (8, 4, 2)]
     assert sizes == {"fsdp": 4, "hsdp2": 4, "ep2": 2, "cp2": 2, "cp2_ring": 2, "ep2_cp2": 4, "ep8_cp2": 8}
 
 
