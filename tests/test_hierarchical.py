@@ -9,11 +9,13 @@ import torch
 from hierarchical_ranks import CASES, EXPERTS, TRAINED, run_ranks
 from tiny import moe_card, random_model
 
+from prl.bench.expert_dispatch import CASES as BENCH_CASES
+from prl.bench.expert_dispatch import NODE, ROUTINGS, WAYS, choices, count_rows, measure, work_out
 from prl.config import compose
 from prl.config.errors import ConfigError
 from prl.config.world import world_of
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-from prl.models.experts.all_to_all import Route
+from prl.models.experts.all_to_all import Route, reached
 from prl.planning import make_plan
 from prl.planning.render import render_plan
 
@@ -84,6 +86,31 @@ def test_experts_elsewhere_reach_nobody():
     route = Route.choose(experts, 4, 8, rows=3)
     assert route.count_rows().tolist() == [1, 1, 1, 0]
     assert route.fan_out(torch.arange(3)[:, None]).flatten().tolist() == [0, 1, 1]
+
+
+# --- what it saves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_bench_works_out_which_rows_leave(routing):
+    chosen = choices("deepseek_v3", routing, 40, rank=11)
+    ranks = reached(chosen, 4 * NODE, 256)
+    ways = {way: count_rows(ranks.view(-1, 4, NODE), 11, way) for way in WAYS}
+    hops = {way: Counter() for way in WAYS}
+    for token in chosen.tolist():
+        owners = {expert // 8 for expert in token}
+        hops["all-to-all"].update("between" if owner // NODE != 1 else "inside" for owner in owners if owner != 11)
+        hops["hierarchical"].update("between" for node in {owner // NODE for owner in owners} if node != 1)
+        hops["hierarchical"].update("inside" for owner in owners if owner % NODE != 3)
+    assert {way: vars(sent) for way, sent in ways.items()} == {way: dict(count) for way, count in hops.items()}
+    assert len({expert // 32 for expert in chosen.flatten().tolist()}) == 8
+    groups = max(len({expert // 32 for expert in token}) for token in chosen.tolist())
+    assert groups <= 4 if routing != "free" else groups > 4
+
+
+@pytest.mark.slow
+def test_processes_send_what_the_bench_works_out():
+    assert measure(2, 3) == [work_out(*case, 3, 2) for case in BENCH_CASES]
 
 
 # --- where the nodes are ----------------------------------------------------------------------------------------------

@@ -119,6 +119,8 @@ RL = {
     "parallelism.cp_style=ring": "parallelism.cp_style has no effect",
     "parallelism.allow_cp_across_nodes=true": "allow_cp_across_nodes has no effect",
     "parallelism.reshard_after_forward=false": "reshard_after_forward has no effect",
+    "parallelism.reduce_dtype=bfloat16": "reduce_dtype has no effect",
+    "parallelism=hsdp2 optim=adamw parallelism.reduce_dtype=float16": "parallelism.reduce_dtype",
     "parallelism.deepep_num_sms=24": "deepep_num_sms",
     "parallelism.ep_pieces=2": "2 pieces",
     "deployment.nodes_per_fsdp_group=2": "no meaning on one node",
@@ -158,6 +160,9 @@ RL = {
     "parallelism.ep=4 parallelism.dp_shard=2": "island of 2",
     "parallelism.ep=8 deployment.num_train_gpus=6": "island of 6",
     "model=qwen3_30b_a3b deployment=multi_node parallelism.ep=16": "island of 8",
+    "parallelism=ep8 parallelism.ep_comm_backend=hierarchical": "No expert group leaves its node",
+    "deployment=multi_node deployment.gpus_per_node=3 deployment.num_train_nodes=4 parallelism.ep=4 "
+    "parallelism.ep_comm_backend=hierarchical": "do not consist of whole nodes",
     "parallelism=fsdp deployment.num_train_gpus=3": "4 ranks",
     "deployment=multi_node deployment.num_infer_nodes=3 inference=vllm inference.tp=4 inference.dp=4": "do not fill 24",
     "inference=vllm inference.tp=3 deployment.num_infer_gpus=4": "do not fill 4",
