@@ -93,7 +93,7 @@ def test_experts_elsewhere_reach_nobody():
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_the_bench_works_out_which_rows_leave(routing):
-    chosen = choices("deepseek_v3", routing, 40, rank=11)
+    chosen = choices("DeepSeek-V3", routing, 40, rank=11)
     ranks = reached(chosen, 4 * NODE, 256)
     ways = {way: count_rows(ranks.view(-1, 4, NODE), 11, way) for way in WAYS}
     hops = {way: Counter() for way in WAYS}

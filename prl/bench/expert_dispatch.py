@@ -32,7 +32,7 @@ from prl.models.experts.routing import Choice, route
 from prl.models.experts.stacked import Dispatch
 
 NODE, TOP_K, GROUPS, KEPT = 8, 8, 8, 4
-MODELS = {"qwen3_235b_a22b": (128, 4096), "deepseek_v3": (256, 7168)}  # experts, hidden size
+MODELS = {"Qwen3-235B-A22B": (128, 4096), "DeepSeek-V3": (256, 7168)}  # experts, hidden size
 ROUTINGS = {"free": Choice(TOP_K), "4 of 8 groups": Choice(TOP_K, groups=GROUPS, kept_groups=KEPT)}
 WAYS = ("all-to-all", "hierarchical")
 CASES = tuple(itertools.product(MODELS, ROUTINGS, WAYS))
