@@ -65,15 +65,15 @@ def run_dispatch(dispatch: Dispatch, case: str, rank: int, size: int, nodes: int
 
 
 @contextmanager
-def rows_between_nodes(rank: int, per_node: int) -> Iterator[Counter[str]]:
-    """Rows of HIDDEN numbers that this rank sends to other nodes, and inside its own to others."""
+def rows_sent(rank: int, per_node: int, width: int) -> Iterator[Counter[str]]:
+    """Rows of `width` numbers that this rank sends to other nodes, and inside its own to others."""
     sent: Counter[str] = Counter()
     plain = dist.all_to_all_single
 
     def counting(
         target: Any, rows: Any, received: Any = None, splits: Any = None, group: Any = None, **more: Any
     ) -> Any:
-        if rows.shape[1:] == (HIDDEN,):
+        if rows.shape[1:] == (width,):
             for other, count in zip(dist.get_process_group_ranks(group), splits, strict=True):
                 if other != rank:
                     sent["inside" if other // per_node == rank // per_node else "between"] += count
@@ -99,7 +99,7 @@ def compare_dispatches(rank: int, size: int, nodes: int) -> dict[tuple[str, str]
     found = {}
     for case in CASES:
         for name, dispatch in dispatches.items():
-            with rows_between_nodes(rank, size // nodes) as sent:
+            with rows_sent(rank, size // nodes, HIDDEN) as sent:
                 results = run_dispatch(dispatch, case, rank, size, nodes)
             found[case, name] = results | {"sent": dict(sent), "experts": routed_tokens(case, rank, nodes)[2]}
     return found
@@ -119,7 +119,9 @@ def replayed_row(rank: int, layers: int, experts: int, top_k: int) -> MicroBatch
 
 
 def train(model_path: str, size: int, nodes: int, backend: str, *more: str) -> dict[str, torch.Tensor]:
-    """Loss and gradients of one replayed row a rank, through FSDP and recomputation."""
+    """Loss and gradients of one replayed row a rank, through FSDP and recomputation; "between": rows that all ranks
+    sent to other nodes.
+    """
     several = ["deployment=multi_node", f"deployment.gpus_per_node={size // nodes}"]
     overrides = [*several, f"deployment.num_train_nodes={nodes}", f"parallelism.ep_comm_backend={backend}", *more]
     job = Job(model_path, layout="ep8", experts=8, overrides=[*overrides, f"parallelism.ep={size}"])
@@ -127,10 +129,15 @@ def train(model_path: str, size: int, nodes: int, backend: str, *more: str) -> d
     seed_everything(0, deterministic=False)
     policy = build_policy(job, build_world(job_mesh(job), torch.device("cpu"), world_of(config).node_ranks))
     row = replayed_row(dist.get_rank(), config.model.card.num_hidden_layers, 8, config.model.card.num_experts_per_tok)
-    loss = -policy.forward(row).logp.sum()
-    loss.backward()
+    with rows_sent(dist.get_rank(), size // nodes, config.model.card.hidden_size) as sent:
+        loss = -policy.forward(row).logp.sum()
+        loss.backward()
+    between = torch.tensor(sent["between"])
+    dist.all_reduce(between)
     grads = {name: param.grad.full_tensor() for name, param in policy.model.named_parameters()}
-    return {"loss": loss.detach()} | {name.replace("_orig_mod.", ""): grad for name, grad in grads.items()}
+    return {"between": between, "loss": loss.detach()} | {
+        name.replace("_orig_mod.", ""): grad for name, grad in grads.items()
+    }
 
 
 TRAINED = {
