@@ -78,9 +78,9 @@ LEARNING = {
 }
 SHARING = "glm_moe_dsa shared choices"
 OVER_NODES = ("ep2_cp2", ["memory=tight", "parallelism.ep=4", *nodes_of(2, 2)])  # experts, by way of nodes
-IN_GROUPS = ("glm4_moe normed, two shared, in groups", "deepseek_v3")
+CROSSING = ("glm4_moe normed, two shared, in groups", "deepseek_v3", "minimax_m2", "nemotron_h")
 JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
-JOBS |= {(name, "over nodes"): OVER_NODES for name in IN_GROUPS}
+JOBS |= {(name, "over nodes"): OVER_NODES for name in CROSSING}
 FULL_GRADIENTS = [key for key, (_, more) in JOBS.items() if key[1] != "lora" and HOST not in more]
 MUON = ("deepseek_v3", "glm_moe_dsa shared choices", "nemotron_h", "minimax_m2")  # whose matrices are of all kinds
 SHIPPED = {"lr": 0.01, "eps": 1e-8}  # AdamW's own eps
