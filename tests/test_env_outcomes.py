@@ -401,11 +401,26 @@ def test_what_is_nobodys_data_ends_the_run_with_its_own_error(renderer, tmp_path
         (never, 0, EnvironmentBroken, r"\(200 timeout\); the last one: no end after 1.0 s\."),
     ],
 )
-def test_a_long_row_of_failures_names_their_outcomes(renderer, tmp_path, end, replies, error, words):
+def test_a_long_row_of_failures_names_their_outcomes(renderer, tmp_path, end, replies, error, words, monkeypatch):
+    monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.1)
     with pytest.raises(NothingWorks, match=words) as caught:
         results_of(renderer, Scripted(end, replies), tmp_path, count=MAX_FAILURES_IN_A_ROW)
     assert type(caught.value) is error
     assert len(read_objects(tmp_path / "failures.jsonl")) == KEPT
+
+
+def test_a_long_row_from_an_engine_that_is_ending_is_no_end_of_the_orchestrators(renderer, tmp_path, monkeypatch):
+    """A dead engine refuses all at once; its process, which knows why, takes a moment to say so."""
+    monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.5)
+
+    def is_ending(engine, pool):
+        asyncio.get_running_loop().call_later(0.3, pool.any_serving.clear)
+
+    results, runner = results_of(
+        renderer, Scripted(cancelled), tmp_path, count=MAX_FAILURES_IN_A_ROW + 5, before=is_ending
+    )
+    assert all(isinstance(result, FailedRollout) for result in results)
+    assert runner.stats.failures == MAX_FAILURES_IN_A_ROW + 5
 
 
 def test_a_slow_engine_is_not_the_environments_fault(renderer, tmp_path):

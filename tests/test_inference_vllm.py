@@ -74,7 +74,8 @@ def test_what_cannot_be_is_refused_with_what_to_do(overrides: list[str], message
 
 
 def test_the_root_cause_is_the_first_error_that_the_engine_has_logged() -> None:
-    told = """(EngineCore_DP0 pid=7) WARNING 11-22 21:46:23 [core.py:10] ValueError: that is only spoken of
+    told = """(MainProcess pid=6) ERROR 11-22 21:46:23 [x.py:1] vllm.v1.engine.exceptions.EngineDeadError: see above
+(EngineCore_DP0 pid=7) WARNING 11-22 21:46:23 [core.py:10] ValueError: that is only spoken of
 (Worker pid=8) ERROR 11-22 21:46:23 [multiproc_executor.py:1063]     raise ValueError(
 (Worker pid=8) ERROR 11-22 21:46:23 [multiproc_executor.py:1063] {}
 (EngineCore_DP0 pid=7) ERROR 11-22 21:46:24 [core.py:1510] RuntimeError: Worker failed with error

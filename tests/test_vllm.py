@@ -458,6 +458,17 @@ def test_truncated_sampling_keeps_the_mean_ratio_at_1(tmp_path: Path) -> None:
     assert row["mismatch_kl_max"] < 1e-4
 
 
+@pytest.mark.timeout(300)
+def test_an_engine_that_dies_of_a_request_says_of_what(tmp_path: Path) -> None:
+    """vLLM takes block-wise FP8 on a CPU, and its workers fail at the first product."""
+    args = [*SMALL, "inference=vllm", "inference.quantization=fp8_per_block", "model.dtype=bfloat16", *UNEVALUATED]
+    ended = run([*args, f"output_dir={tmp_path}/run"], tmp_path, timeout_s=250)
+    failure = json.loads((tmp_path / "run/status.json").read_text())["failure"]
+    assert ended.code == 1, ended.output
+    assert failure["role"] == "inference", failure
+    assert re.search("vLLM's engine died: [A-Z][A-Za-z]+Error: .", failure["message"]), failure
+
+
 @pytest.mark.timeout(900)
 def test_a_killed_server_comes_back_and_nothing_is_trained_twice(tmp_path: Path) -> None:
     """With one engine: its requests wait for the restart, and it must have the weights of that day."""

@@ -27,6 +27,7 @@ from prl.planning.vllm_arguments import kept_parameters
 MAX_FAILURES_IN_A_ROW = 200
 MAX_SPANS = 50  # of a step
 MAX_TRIES = 2  # of a rollout whose environment's process goes away: one that kills it does so again
+DEATH_S = 10.0  # a dead engine refuses all at once, and takes so long at most to end its process, which says why
 NO_VERSION = -(10**9)  # before the trainer's first weights: too old for any step, so nothing starts
 
 
@@ -194,7 +195,15 @@ class RolloutRunner:
             self.stats.failed_in_a_row.pop(begun.choice.env, None)
             self.stats.slow_in_a_row.pop(begun.choice.env, None)
             return rollout
-        return self._fail(begun, failure)
+        try:
+            return self._fail(begun, failure)
+        except NothingWorks:
+            if failure.outcome != "infrastructure":
+                raise
+            await asyncio.sleep(DEATH_S)
+            if self.engines.any_serving.is_set():
+                raise
+            return FailedRollout(failure.outcome, str(failure))
 
     def _fail(self, begun: _Begun, failure: RolloutFailed) -> Rollout | FailedRollout:
         """Count a failure and keep it for reading; what takes the rollout's place. Raises NothingWorks."""

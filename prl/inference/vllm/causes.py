@@ -1,5 +1,5 @@
-"""What an engine that did not start died of. vLLM says only `Engine core initialization failed. See root cause above.`:
-the cause is in what its processes have written to the log that they share with us.
+"""What an engine died of. vLLM says only `Engine core initialization failed. See root cause above.`, or `EngineCore
+encountered an issue.`: the cause is in what its processes have written to the log that they share with us.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 
 from prl.config.errors import UserError
 
-MAX_BYTES = 1 << 20  # of the log, from the start of the engine on
+MAX_BYTES = 1 << 20  # of the log, from where all was well
 LOGGED = r"^\(\w+ pid=\d+\) ERROR [^\[]*\[[\w.]+:\d+\] "  # (Worker pid=7) ERROR 11-22 21:46:23 [core.py:10]
-RAISED = re.compile(LOGGED + r"(?:\w+\.)*(\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
+RAISED = re.compile(LOGGED + r"(?:\w+\.)*(?!EngineDeadError)(\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 MEMORY = re.compile(
     "No available memory for the cache blocks|Free memory on device|cache is needed, which is larger than the available"
 )
@@ -34,6 +34,12 @@ def root_cause(begin: int | None) -> tuple[str, str] | None:
     with open("/proc/self/fd/2", "rb") as file:
         file.seek(begin)
         return first_error(file.read(MAX_BYTES).decode(errors="replace"))
+
+
+def cause_of_death(error: Exception, begin: int | None) -> RuntimeError:
+    """`error`, by which vLLM says that its engine is dead and its log says why, with what the log says after `begin`."""
+    kind, message = root_cause(begin) or ("", "")
+    return RuntimeError(f"vLLM's engine died: {kind}: {message}" if kind else str(error))
 
 
 def first_error(text: str) -> tuple[str, str] | None:

@@ -18,6 +18,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -28,6 +29,7 @@ from vllm import AsyncEngineArgs, AsyncLLMEngine
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from prl.config.config_json import card_of_impl, check_card, read_config_json
 from prl.config.errors import UserError
@@ -36,7 +38,7 @@ from prl.config.rules.vllm import off_cpus
 from prl.config.schema import RunConfig
 from prl.inference.guard import doors_of
 from prl.inference.lease import Lease
-from prl.inference.vllm.causes import REFUSALS, log_end, refused, root_cause
+from prl.inference.vllm.causes import REFUSALS, cause_of_death, log_end, refused, root_cause
 from prl.inference.vllm.flat_logprobs import answer_flat
 from prl.inference.vllm.guarding import Guard, TimedProtocol
 from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
@@ -216,6 +218,8 @@ async def make_app(engine: AsyncLLMEngine, args: Namespace) -> FastAPI:
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
+    # which vLLM's handler of errors tells to end once the engine is dead; here `watch` ends the process, and says why
+    app.state.server = SimpleNamespace(should_exit=False)
     if app.state.serving_tokens is not None:
         answer_flat(app.state.serving_tokens)
     return app
@@ -251,14 +255,20 @@ async def watch(
 ) -> None:
     """Show life while the engine does: a question that its busy loop itself must answer. Raises when it is dead."""
     probe = asyncio.create_task(engine.is_paused())
+    alive_at = log_end()
     while not ctx.stop_requested:
         if server.done():
             server.result()
             raise RuntimeError("the HTTP server ended")
-        await engine.check_health()
+        try:
+            await engine.check_health()
+            if probe.done():
+                probe.result()
+        except EngineDeadError as error:
+            raise cause_of_death(error, alive_at) from error
         if probe.done():
-            probe.result()
             ctx.beat()
+            alive_at = log_end()
             probe = asyncio.create_task(engine.is_paused())
         if lease is not None:
             await lease.tick()
