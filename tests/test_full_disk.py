@@ -20,7 +20,7 @@ from prl.runtime.directory.files import as_user_error
 from prl.runtime.directory.rundir import claim
 from prl.runtime.directory.status_file import read_attempts
 from prl.runtime.process.failures import Failure, classify, error_record, parse_error_record
-from prl.transport import weights
+from prl.transport import weights_shared
 from prl.transport.weights import SharedMemoryPublisher
 from prl.transport.weights_files import FilesystemPublisher
 from prl.transport.weights_lora import AdapterPublisher
@@ -68,8 +68,8 @@ def test_shared_memory_passes_if_it_is_others_who_fill_it(tmp_path, monkeypatch,
     def full(*args):
         raise FULL
 
-    monkeypatch.setattr(weights.os, "posix_fallocate", full)
-    monkeypatch.setattr(weights.os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_frsize=4096))
+    monkeypatch.setattr(weights_shared.os, "posix_fallocate", full)
+    monkeypatch.setattr(weights_shared.os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_frsize=4096))
     with pytest.raises(UserError) as caught:
         published(SharedMemoryPublisher(tmp_path / "segment"), 1, [("a", torch.ones(9999))])
     assert class_of(caught.value) == kind

@@ -16,10 +16,11 @@ from weight_updates import published
 
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
-from prl.transport import weights
+from prl.transport import shelves, weights_shared
 from prl.transport.boxes import Table
 from prl.transport.weights import SharedMemoryPublisher, make_publisher, receive, stage
 from prl.transport.weights_files import FilesystemPublisher
+from prl.transport.weights_tcp import TcpPublisher
 
 KINDS = ("filesystem", "shared_memory", "tcp")
 LOOPBACK = "127.0.0.1"
@@ -86,7 +87,7 @@ in_files = pytest.mark.parametrize("file_publisher", ["filesystem", "shared_memo
 
 def data_file(info):
     path = Path(info["path"])
-    return path / "model.safetensors" if path.is_dir() else path
+    return path / "model.safetensors" if path.is_dir() else path.with_name(f"{path.name}-0")
 
 
 @in_files
@@ -94,9 +95,9 @@ def test_a_flipped_bit_is_noticed(file_publisher):
     info = published(file_publisher, 1, tensors())
     path = data_file(info)
     with path.open("r+b") as file:
-        file.seek(-20, os.SEEK_END)
+        file.seek(-300, os.SEEK_END)
         byte = file.read(1)[0]
-        file.seek(-20, os.SEEK_END)
+        file.seek(-300, os.SEEK_END)
         file.write(bytes([byte ^ 1]))
     with pytest.raises(ValueError, match=f"{path.name} is damaged: CRC-32"):
         list(receive(info))
@@ -143,8 +144,8 @@ def tcp_publisher(timeout_s=5.0):
 def test_a_bit_flipped_on_the_way_is_noticed():
     publisher = tcp_publisher()
     info = published(publisher, 1, tensors())
-    (data,) = publisher.server.versions.values()
-    data[-20] ^= 1
+    ((_, data),) = publisher.server.versions.values()
+    data[3] ^= 1
     with pytest.raises(ValueError, match=f"127.0.0.1:{info['port']} are damaged: CRC-32"):
         list(receive(info))
     assert len(list(receive(info, verify=False))) == len(tensors())
@@ -204,10 +205,13 @@ def test_nothing_is_left_in_shared_memory():
     publisher = make_publisher(config, Path("unused"), Path(f"/dev/shm/prl-nothing{os.getpid()}"), LOOPBACK)
     info = published(publisher, 1, tensors())
     (name,) = set(os.listdir("/dev/shm")) - before
+    assert info["path"] + "-0" == f"/dev/shm/{name}"
     assert os.stat(f"/dev/shm/{name}").st_mode & 0o777 == 0o600
     published(publisher, 2, tensors())  # without an acknowledgement in between
     (newer,) = set(os.listdir("/dev/shm")) - before
-    assert info["path"] == f"/dev/shm/{name}" != f"/dev/shm/{newer}", "who is late must not take the one for the other"
+    assert info["path"] + "-0" == f"/dev/shm/{name}" != f"/dev/shm/{newer}", (
+        "who is late must not take the one for the other"
+    )
     publisher.acknowledge()
     publisher.acknowledge()
     assert set(os.listdir("/dev/shm")) == before
@@ -217,18 +221,18 @@ def test_full_shared_memory_is_explained_and_leaves_nothing(tmp_path, monkeypatc
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(weights.os, "posix_fallocate", full)
+    monkeypatch.setattr(weights_shared.os, "posix_fallocate", full)
     publisher = SharedMemoryPublisher(tmp_path / "segment")
     with pytest.raises(UserError, match=r"(?s)shared memory.*weight_transport=filesystem"):
         published(publisher, 1, tensors())
     assert list(tmp_path.iterdir()) == []
 
 
-# --- files of several ranks -------------------------------------------------------------------------------------------
+# --- of several ranks -------------------------------------------------------------------------------------------
 
 
-def ranks_of(directory, held, table, file_bytes=1 << 10):
-    """Publishers of ranks that are threads, and a pool for them."""
+def ranks_of(make, held, table):
+    """Publishers of ranks that are threads, and a pool for them. `make(rank, gather)`: one."""
     meeting, words = threading.Barrier(len(held), timeout=30), {}
 
     def gather_as(rank):
@@ -241,7 +245,7 @@ def ranks_of(directory, held, table, file_bytes=1 << 10):
 
         return gather
 
-    made = [FilesystemPublisher(directory, 2, file_bytes, rank, gather_as(rank)) for rank in range(len(held))]
+    made = [make(rank, gather_as(rank)) for rank in range(len(held))]
     pool = ThreadPoolExecutor(len(held))
     list(pool.map(lambda publisher, boxes: publisher.hold(table, boxes), made, held))
     return made, pool
@@ -252,7 +256,7 @@ def test_ranks_write_what_they_hold_and_what_is_read_is_whole(tmp_path, by_colum
     named = tensors(1)
     table = Table.of(named)
     held = [*shards(table, 3, by_columns)] * 2  # of two replicas, one writes
-    made, pool = ranks_of(tmp_path / "weights", held, table)
+    made, pool = ranks_of(lambda *of: FilesystemPublisher(tmp_path / "weights", 2, 1 << 10, *of), held, table)
     told = []
     for version in (1, 2, 3):
         named = tensors(version)
@@ -279,3 +283,86 @@ def test_ranks_write_what_they_hold_and_what_is_read_is_whole(tmp_path, by_colum
     (last / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="the parts of matrix are not the whole"):
         list(receive(told[-1], verify=False))
+
+
+@pytest.fixture
+def segments():
+    """What segments of a test are called, which are gone afterwards."""
+    path = Path(f"/dev/shm/prl-ranks{os.getpid()}")
+    yield path
+    for left in path.parent.glob(f"{path.name}-*"):
+        left.unlink()
+
+
+KEPT = {
+    "tcp": lambda segments: lambda *of: TcpPublisher(LOOPBACK, 5.0, *of),
+    "shared_memory": lambda segments: lambda *of: SharedMemoryPublisher(segments, *of),
+}
+
+
+def publish_all(made, pool, held, table, version):
+    """The update_info of a version of which each rank has its part."""
+    named, told = tensors(version), []
+    parts = [data_of(boxes, named, table) for boxes in held]
+    list(pool.map(lambda publisher, own: publisher.publish(version, iter(own), told.append), made, parts))
+    (info,) = told
+    return json.loads(json.dumps(info))
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("kind", KEPT)
+def test_engines_put_together_what_ranks_keep(kind, by_columns, segments, monkeypatch):
+    monkeypatch.setattr(shelves, "PARCEL_BYTES", 256)  # several of a tensor
+    table = Table.of(tensors())
+    held = [*shards(table, 3, by_columns)] * 2  # of two replicas, one keeps it
+    made, pool = ranks_of(KEPT[kind](segments), held, table)
+    assert sum(table.nbytes(one.shelf.boxes).sum() for one in made) == table.nbytes(table.whole()).sum()
+    assert all(publisher.shelf.nbytes == 0 for publisher in made[3:])
+    for version in (1, 2):
+        info = publish_all(made, pool, held, table, version)
+        for got in (dict(receive(info)), {name: t for chunk in stage(info) for name, t in chunk}):
+            assert list(got) == table.names
+            for name, tensor in tensors(version):
+                assert got[name].dtype == tensor.dtype
+                assert torch.equal(got[name], tensor)
+        list(pool.map(lambda publisher: publisher.acknowledge(), made))
+        with pytest.raises(OSError):  # noqa: PT011 (a connection that ends, or a file that is gone)
+            list(receive(info))
+
+
+def test_a_rank_that_sends_damaged_bytes_or_is_gone_is_named(segments):
+    table = Table.of(tensors())
+    held = shards(table, 3, by_columns=False)
+    made, pool = ranks_of(KEPT["tcp"](segments), held, table)
+    info, port = publish_all(made, pool, held, table, 1), made[2].server.server_address[1]
+    ((_, data),) = made[2].server.versions.values()
+    data[0] ^= 1
+    with pytest.raises(ValueError, match=f"127.0.0.1:{port} are damaged: CRC-32"):
+        list(receive(info))
+    assert len(list(receive(info, verify=False))) == len(tensors())
+    made[2].server.shutdown()
+    made[2].server.server_close()
+    with pytest.raises(OSError, match=f"weights version 1 from the trainer at 127.0.0.1:{port}: "):
+        list(receive(info))
+
+
+def test_parts_that_are_not_the_whole_are_refused(segments):
+    table = Table.of(tensors())
+    held = shards(table, 2, by_columns=False)
+    held[1] = held[1][:-1]
+    for kind in KEPT:
+        made, pool = ranks_of(KEPT[kind](segments), held, table)
+        with pytest.raises(ValueError, match="the parts of trained are not the whole"):
+            list(receive(publish_all(made, pool, held, table, 1)))
+
+
+@pytest.mark.parametrize("cut", [(0, b"\xff" * 32), (40, b"\0" * 40)], ids=["lengths", "boxes"])
+def test_a_head_that_no_trainer_has_packed_is_refused(cut, segments):
+    table = Table.of(tensors())
+    made, pool = ranks_of(KEPT["shared_memory"](segments), [table.whole()], table)
+    info = publish_all(made, pool, [table.whole()], table, 1)
+    with Path(f"{segments}-1-0").open("r+b") as file:
+        file.seek(cut[0])
+        file.write(cut[1])
+    with pytest.raises(ValueError, match="packed"):
+        list(receive(info))

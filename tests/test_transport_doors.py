@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 from inference_server import Client, running_server
+from weight_updates import published
 
 from prl.transport import weights_tcp
 from prl.transport.sources import WeightSource
@@ -30,7 +31,7 @@ def test_adapters_have_a_name_of_their_own(path: str) -> None:
     source("lora").check_path("/run/weights/step_3", "step_3")
 
 
-GONE = {"type": "shared_memory", "version": 1, "path": "/dev/shm/prl-none-1", "layout": [], "crc32": 0}
+GONE = {"type": "shared_memory", "version": 1, "path": "/dev/shm/prl-none-1", "ranks": 2}
 
 
 def test_a_segment_that_is_gone_is_told() -> None:
@@ -80,7 +81,7 @@ def test_who_drips_a_key_makes_room_for_engines(monkeypatch: pytest.MonkeyPatch)
     server = WeightServer("127.0.0.1", 5.0)
     server.strangers = threading.BoundedSemaphore(1)
     key = secrets.token_bytes(KEY_BYTES)
-    server.versions = {key: bytearray(b"weights")}
+    server.versions = {key: (b"wei", bytearray(b"ghts"))}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         with pytest.raises(ConnectionError), socket.create_connection(server.server_address) as stranger:
@@ -89,7 +90,7 @@ def test_who_drips_a_key_makes_room_for_engines(monkeypatch: pytest.MonkeyPatch)
         with socket.create_connection(server.server_address) as engine:
             engine.sendall(key)
             engine.settimeout(60)
-            assert engine.recv(100) == b"weights"
+            assert engine.recv(7, socket.MSG_WAITALL) == b"weights"
     finally:
         server.shutdown()
         server.server_close()
@@ -111,9 +112,9 @@ def test_stores_and_weights_are_served_at_addresses_of_either_family(address: st
     store = serve_store(address, timedelta(seconds=5))
     store.set("key", "value")
     assert store.clone().get("key") == b"value"
-    publisher, said = TcpPublisher(address, 5.0), []
-    publisher.publish(1, [("w", torch.arange(3.0))], said.append)
-    ((name, tensor),) = receive_tcp(said[0], verify=True)
+    publisher = TcpPublisher(address, 5.0)
+    info = published(publisher, 1, [("w", torch.arange(3.0))])
+    ((name, tensor),) = receive_tcp(info, verify=True)
     assert (name, tensor.tolist()) == ("w", [0.0, 1.0, 2.0])
     publisher.server.shutdown()
     publisher.server.server_close()

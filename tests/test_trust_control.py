@@ -67,7 +67,7 @@ def test_a_server_for_people_keeps_control_to_who_started_it(tmp_path: Path) -> 
         assert status_of(port, "/pause?mode=keep", key) == status_of(port, "/resume", key) == 200
         segment = Path(f"/dev/shm/prl-test-{os.getpid()}")
         for elsewhere in (
-            {"type": "shared_memory", "path": str(segment), "version": 1, "layout": [], "crc32": 0},
+            {"type": "shared_memory", "path": str(segment), "version": 1, "ranks": 1},
             {"type": "filesystem", "path": str(tmp_path / "elsewhere" / "step_1"), "version": 1},
             {"type": "ipc", "host": "127.0.0.1", "port": 1, "version": 1, "timeout_s": 1.0},
         ):

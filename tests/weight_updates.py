@@ -9,13 +9,21 @@ from inference_server import Client
 
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.families.build import build_decoder
+from prl.transport.boxes import Table
+from prl.transport.shelves import Keeper
 from prl.transport.weights import NamedTensors, Publisher
 
 
-def published(publisher: Publisher, version: int, named: NamedTensors) -> dict[str, Any]:
-    """The update_info of a version that was published."""
+def published(publisher: Publisher | Keeper, version: int, named: NamedTensors) -> dict[str, Any]:
+    """The update_info of a version that was published, by a trainer of one rank."""
     announced: list[dict[str, Any]] = []
-    publisher.publish(version, named, announced.append)
+    if isinstance(publisher, Keeper):
+        named = [(name, tensor.detach()) for name, tensor in named]
+        table = Table.of(named)
+        publisher.hold(table, table.whole())
+        publisher.publish(version, (tensor for _, tensor in named), announced.append)
+    else:
+        publisher.publish(version, named, announced.append)
     (info,) = announced
     return info
 

@@ -114,6 +114,11 @@ def _inflate(data: bytes) -> bytes:
 
 def divide(boxes: Boxes, table: Table, most_bytes: int) -> Boxes:
     """The same in pieces of at most so many bytes, or of one row where a row has more. Boxes of nothing stay."""
+    return divide_numbered(boxes, table, most_bytes)[1]
+
+
+def divide_numbered(boxes: Boxes, table: Table, most_bytes: int) -> tuple[NDArray[np.int64], Boxes]:
+    """`divide`, and before it of which box each piece is, [P]."""
     row_bytes = np.maximum(boxes[:, COLUMNS] * table.itemsizes[boxes[:, TENSOR]], 1)
     step = np.maximum(most_bytes // row_bytes, 1)  # rows of a piece
     count = np.maximum(-(-boxes[:, ROWS] // step), 1)
@@ -122,7 +127,7 @@ def divide(boxes: Boxes, table: Table, most_bytes: int) -> Boxes:
     pieces = boxes[index]
     pieces[:, ROW] += done
     pieces[:, ROWS] = np.minimum(step[index], pieces[:, ROWS] - done)
-    return pieces
+    return index, pieces
 
 
 def intersect(pieces: Boxes, wanted: Boxes) -> tuple[NDArray[np.int64], Boxes]:

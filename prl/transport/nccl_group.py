@@ -18,6 +18,7 @@ Keys of the store, P being a publication (a version may be published more than o
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,17 @@ from torch import Tensor
 
 POLL_S = 0.005
 WATCH_S = 0.2
+
+
+class Works:
+    """Several, to be waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 @dataclass
@@ -42,7 +54,14 @@ class Group:
 
         Returns work to wait for.
         """
+        if isinstance(self.group, dist.ProcessGroupGloo):
+            return self._in_pairs(got.split(got_sizes), given.split(given_sizes))
         return self.group.alltoall_base(got, given, got_sizes, given_sizes)
+
+    def _in_pairs(self, got: Sequence[Tensor], given: Sequence[Tensor]) -> Works:
+        """As NCCL does it: gloo's own all-to-all also sends nothing to everybody, which takes longer than the rest."""
+        sends = [self.group.send([data], rank, 0) for rank, data in enumerate(given) if data.numel()]
+        return Works(sends + [self.group.recv([data], rank, 0) for rank, data in enumerate(got) if data.numel()])
 
     def drop(self) -> None:
         """Nothing is under way in it, and nobody is waited for: a member may be dead."""

@@ -21,6 +21,7 @@ from prl.transport.boxes import Boxes, Table, divide, intersect
 ALIGN = 16  # bytes, of whatever lies in a bucket
 SUM_BYTES = 16  # behind a message: its checksum, padded
 PIECE_BYTES = 1 << 20  # which no bucket needs finer
+STAGED = 0.75  # of a bucket is a lap: what is left is for the messages that are made of it
 
 
 PartsOf = Callable[[int], list[NDArray[np.int64]]]  # a count of parts -> in which each piece is, of each rank
@@ -75,7 +76,7 @@ class Schedule:
         sizes = [_aligned(table.nbytes(p)) for p in pieces]
         in_turn = turns(pieces)
         first = [turn == 0 for turn, _ in in_turn]  # each piece once
-        laps = _fewest(lambda n: [_parts(size, n) for size in sizes], sizes, bucket_bytes, 1)
+        laps = _fewest(lambda n: [_parts(size, n) for size in sizes], sizes, int(STAGED * bucket_bytes), 1)
 
         def received(count: int) -> list[NDArray[np.int64]]:
             rounds = [_parts(size, laps * count) for size in sizes]

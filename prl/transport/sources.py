@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.runtime.process.child import ChildContext
 from prl.runtime.process.ports import RENDEZVOUS
-from prl.transport.flat import check_layout
 
 VARIABLE = "PRL_WEIGHT_SOURCE"  # for processes that an engine starts by itself
 MOST = (1 << 53) - 1  # of any integer: what every reader of JSON agrees on
@@ -38,9 +37,8 @@ class FileUpdate(Update):
 
 class SharedMemoryUpdate(Update):
     type: Literal["shared_memory"]
-    path: str
-    layout: list[Any]
-    crc32: int = Field(ge=0, lt=1 << 32)
+    path: str  # of the ranks' segments, without their numbers
+    ranks: int = Field(gt=0, le=PORTS)
 
 
 class NetworkUpdate(Update):
@@ -54,9 +52,6 @@ class NetworkUpdate(Update):
 class TcpUpdate(NetworkUpdate):
     type: Literal["tcp"]
     key: str = Field(pattern=r"^[0-9a-f]{64}$")
-    size: int = Field(ge=0, le=MOST)
-    layout: list[Any]
-    crc32: int = Field(ge=0, lt=1 << 32)
 
 
 class NcclUpdate(NetworkUpdate):
@@ -130,12 +125,9 @@ class WeightSource:
         elif isinstance(update, SharedMemoryUpdate):
             if update.path != f"{self.shared_memory}-{update.version}":
                 raise ValueError("update_info names a segment that is not of this run")
-            check_layout(update.layout, _size_of(update.path))
-        elif isinstance(update, NetworkUpdate):
-            if update.host not in self.hosts or update.timeout_s > self.timeout_s:
-                raise ValueError(f"update_info must name the trainer's host, {self.hosts[0]}, and no longer time-out")
-            if isinstance(update, TcpUpdate):
-                check_layout(update.layout, update.size)
+            _check_segments(update)
+        elif isinstance(update, NetworkUpdate) and (update.host not in self.hosts or update.timeout_s > self.timeout_s):
+            raise ValueError(f"update_info must name the trainer's host, {self.hosts[0]}, and no longer time-out")
         return update.model_dump()
 
     def check_path(self, path: str, name: str) -> None:
@@ -162,9 +154,7 @@ class WeightSource:
         return WeightSource(**fields | {"hosts": tuple(fields["hosts"])})
 
 
-def _size_of(segment: str) -> int:
-    """Raises ValueError where there is none."""
-    try:
-        return os.stat(segment).st_size
-    except OSError as error:
-        raise ValueError(f"the segment that update_info names cannot be read: {error.strerror}") from error
+def _check_segments(update: SharedMemoryUpdate) -> None:
+    for rank in range(update.ranks):
+        if not Path(f"{update.path}-{rank}").exists():
+            raise ValueError(f"the segment {rank} of {update.ranks} that update_info names is not there")

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -35,6 +36,7 @@ from prl.transport.staging import Bucket, Outgoing, Staging, fill
 
 BUCKETS = 2  # one travels while the other is filled
 BEAT_S = 1.0
+FOREVER = timedelta(days=365)
 
 
 class NcclPublisher:
@@ -256,8 +258,7 @@ class NcclPublisher:
     def _follow(self) -> Party:
         """What the first rank found out, who may take as long as engines do."""
         key = self._key("group")
-        while not self.store.check([key]):
-            time.sleep(POLL_S)
+        self.store.wait([key], FOREVER)  # many ranks that ask again and again keep the store from its work
         return Party.unpack(self.store.get(key))
 
     def _watch(self, key: str, done: threading.Event) -> None:
@@ -287,11 +288,11 @@ class NcclPublisher:
         waiting = {self._key(f"received/{identity}"): name for identity, name in names.items()}
         waiting |= {self._key(f"sent/{rank}"): f"trainer/{rank}" for rank in range(1, self.trainers)}
         self.spent += waiting
-        while waiting and not self.withdrawn.is_set():
-            waiting = {key: name for key, name in waiting.items() if not self.store.check([key])}
-            if waiting and time.monotonic() > deadline:
-                self._raise_late("received", version, list(waiting.values()), len(waiting))
-            time.sleep(POLL_S if waiting else 0)
+        while not self.store.check(list(waiting)) and not self.withdrawn.is_set():
+            if time.monotonic() > deadline:
+                late = [name for key, name in waiting.items() if not self.store.check([key])]
+                self._raise_late("received", version, late, len(late))
+            time.sleep(POLL_S)
 
     def _raise_late(self, what: str, version: int, names: list[str], count: int) -> NoReturn:
         unknown = count - len(names)

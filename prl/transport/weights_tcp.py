@@ -1,14 +1,15 @@
-"""Weights over TCP: the first trainer rank holds each new version in host memory, and every engine fetches it.
+"""Weights over TCP: each trainer rank holds its part of a new version in host memory, and every engine fetches all.
 
 No filesystem is involved. A connection opens with the version's key, a random secret that engines learn from the
-update_info, and is answered by the version's bytes. How long an engine may take is bounded by
-`weight_transport.timeout_s`; an error names the peer.
+update_info, and is answered by what the first rank has, which also says where the others are, with their keys. How long
+an engine may take is bounded by `weight_transport.timeout_s`; an error names the peer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import secrets
 import socket
 import socketserver
@@ -16,18 +17,22 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from prl.transport.boxes import Table
 from prl.transport.buckets import Announce
-from prl.transport.flat import layout_of, tensor_at
+from prl.transport.shelves import THREADS, Assembly, Gather, Keeper, Shelf, alone, pack_head, read_head
 from prl.transport.stores import family_of
 
 KEY_BYTES = 32
 KEY_S = 10.0  # until it must have come
 MAX_STRANGERS = 512  # connections whose key has not
 CHUNK_BYTES = 1 << 24
+
+Room = TypeVar("Room", bytearray, memoryview)
 
 
 class Handler(socketserver.BaseRequestHandler):
@@ -45,12 +50,13 @@ class Handler(socketserver.BaseRequestHandler):
             return  # the engine reports it
         finally:
             self.server.strangers.release()
-        data = self.server.version_of(bytes(key))
-        if data is None:  # it is of no version that is still held: the engine sees the end at once
+        version = self.server.version_of(bytes(key))
+        if version is None:  # it is of no version that is still held: the engine sees the end at once
             return
         self.request.settimeout(self.server.timeout_s)
         with contextlib.suppress(OSError):
-            self.request.sendall(data)
+            for data in version:
+                self.request.sendall(data)
 
 
 class WeightServer(socketserver.ThreadingTCPServer):
@@ -61,30 +67,35 @@ class WeightServer(socketserver.ThreadingTCPServer):
         self.address_family = family_of(address)
         super().__init__((address, 0), Handler)
         self.timeout_s = timeout_s
-        self.versions: dict[bytes, bytearray] = {}  # key -> bytes
+        self.versions: dict[bytes, tuple[bytes, bytearray]] = {}  # key -> head and parts
         self.strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
-    def version_of(self, key: bytes) -> bytearray | None:
+    def version_of(self, key: bytes) -> tuple[bytes, bytearray] | None:
         return next((data for known, data in self.versions.items() if hmac.compare_digest(known, key)), None)
 
 
-class TcpPublisher:
-    """Holds the version last published until it is acknowledged."""
+class TcpPublisher(Keeper):
+    """One trainer rank's. It holds the version last published until that is acknowledged."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, rank: int = 0, gather: Gather = alone) -> None:
+        super().__init__(rank, gather)
         self.address = address
         self.server = WeightServer(address, timeout_s)
         threading.Thread(target=self.server.serve_forever, name="weights", daemon=True).start()
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], announce: Announce) -> None:
-        named = [(name, tensor.detach().cpu()) for name, tensor in tensors]
-        entries, size = layout_of(named)
-        buffer = bytearray(size)
-        for (_, tensor), (_, *place) in zip(named, entries, strict=True):
-            if tensor.numel():
-                tensor_at(buffer, *place).copy_(tensor)
+    def publish(self, version: int, parts: Iterable[Tensor], announce: Announce) -> None:
+        """`parts`: of each box that this rank holds. The first rank announces. A collective."""
+        data = bytearray(self.shelf.nbytes)
+        sums = self.shelf.fill(data, self.kept(parts))
         key = secrets.token_bytes(KEY_BYTES)
-        self.server.versions = {key: buffer}
+        own = json.dumps([self.address, self.server.server_address[1], key.hex()]).encode()
+        if self.rank:
+            self.server.versions = {key: (pack_head(self.shelf, sums, b"", with_table=False), data)}
+        others = [json.loads(word) for word in self.gather(own)[1:]]  # all others serve theirs by now
+        if self.rank:
+            return
+        said = json.dumps(others).encode()
+        self.server.versions = {key: (pack_head(self.shelf, sums, said, with_table=True), data)}
         announce(
             {
                 "type": "tcp",
@@ -92,35 +103,79 @@ class TcpPublisher:
                 "port": self.server.server_address[1],
                 "key": key.hex(),
                 "version": version,
-                "size": size,
-                "layout": entries,
-                "crc32": zlib.crc32(buffer),
                 "timeout_s": self.server.timeout_s,
             }
         )
 
     def acknowledge(self) -> None:
+        """A collective: the first rank knows when engines have it."""
+        self.gather(b"")
         self.server.versions = {}
 
 
+class _Fetch:
+    """A version's part from one trainer rank, which is read from its connection as it is asked for."""
+
+    def __init__(self, host: str, port: int, key: str, timeout_s: float) -> None:
+        """Raises OSError that names the rank."""
+        self.peer, self.timeout_s = f"{host}:{port}", timeout_s
+        with self.naming():
+            self.connection = socket.create_connection((host, port), timeout=timeout_s)
+            self.connection.sendall(bytes.fromhex(key))
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"from the trainer at {self.peer}: {error or type(error).__name__}") from error
+
+    def read(self, count: int) -> bytes:
+        return bytes(read_exactly(self.connection, bytearray(count)))
+
+    def head(self, table: Table | None) -> tuple[Shelf, list[int], bytes]:
+        with self.naming():
+            shelf, sums, said = read_head(self.read, table)
+        return shelf, sums.tolist(), said
+
+    def take(self, shelf: Shelf, sums: list[int], into: Assembly, verify: bool) -> None:
+        """All parcels, in one piece of memory. Raises ValueError for damaged bytes."""
+        room = bytearray(max((stop - begin for begin, stop, _ in shelf.parcels), default=0))
+        with self.naming(), self.connection:
+            for (begin, stop, pieces), told in zip(shelf.parcels, sums, strict=True):
+                read_exactly(self.connection, memoryview(room)[: stop - begin])
+                if verify and (found := zlib.crc32(memoryview(room)[: stop - begin])) != told:
+                    raise ValueError(f"the bytes from {self.peer} are damaged: CRC-32 {found:08x}, sent as {told:08x}")
+                for piece, offset in pieces:
+                    into.put(piece, shelf.view(room, piece, offset))
+
+
 def receive_tcp(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str, Tensor]]:
-    """Raises OSError that names the trainer when it cannot be reached or ends early, ValueError for damaged bytes."""
-    peer = f"{update_info['host']}:{update_info['port']}"
+    """From all trainer ranks at the same time. Raises OSError that names the trainer when it cannot be reached or ends
+    early, ValueError for damaged bytes.
+    """
+    timeout_s = update_info["timeout_s"]
     try:
-        address = (update_info["host"], update_info["port"])
-        with socket.create_connection(address, timeout=update_info["timeout_s"]) as connection:
-            connection.sendall(bytes.fromhex(update_info["key"]))
-            buffer = read_exactly(connection, bytearray(update_info["size"]))
+        first = _Fetch(update_info["host"], update_info["port"], update_info["key"], timeout_s)
+        shelf, sums, said = first.head(None)
+        into = Assembly(shelf.table)
+
+        def take(host: str, port: int, key: str) -> None:
+            fetch = _Fetch(host, port, key, timeout_s)
+            fetch.take(*fetch.head(into.table)[:2], into, verify)
+
+        with ThreadPoolExecutor(THREADS, "weights") as pool:
+            taking = [pool.submit(first.take, shelf, sums, into, verify)]
+            taking += [pool.submit(take, *other) for other in json.loads(said)]
+            for taken in taking:
+                taken.result()
     except OSError as error:
-        what = f"weights version {update_info['version']} from the trainer at {peer}"
-        raise OSError(f"{what}: {error or type(error).__name__}") from error
-    if verify and (found := zlib.crc32(buffer)) != update_info["crc32"]:
-        raise ValueError(f"the bytes from {peer} are damaged: CRC-32 {found:08x}, sent as {update_info['crc32']:08x}")
-    for name, *place in update_info["layout"]:
-        yield name, tensor_at(buffer, *place)
+        raise OSError(f"weights version {update_info['version']} {error}") from error
+    for number, name in enumerate(into.table.names):
+        yield name, into.take(number)
 
 
-def read_exactly(connection: socket.socket, buffer: bytearray, within_s: float | None = None) -> bytearray:
+def read_exactly(connection: socket.socket, buffer: Room, within_s: float | None = None) -> Room:
     """Fill the buffer. Raises ConnectionError when the other side ends before, TimeoutError when all of it has not come
     within so many seconds (None: as the connection's own time-out has it, from one piece to the next).
     """

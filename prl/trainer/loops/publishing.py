@@ -19,14 +19,18 @@ from prl.trainer.world import World, gather_bytes, meet
 from prl.transport.buckets import Announce
 from prl.transport.nccl_group import connect
 from prl.transport.serving import address_towards
+from prl.transport.shelves import alone
 from prl.transport.stores import serve_store
 from prl.transport.weights import Publisher, make_publisher
 from prl.transport.weights_files import FilesystemPublisher
 from prl.transport.weights_ipc import IpcPublisher
 from prl.transport.weights_lora import AdapterPublisher
 from prl.transport.weights_nccl import NcclPublisher
+from prl.transport.weights_shared import SharedMemoryPublisher
+from prl.transport.weights_tcp import TcpPublisher
 
-AnyPublisher = Publisher | NcclPublisher | None  # None: of ranks that only take part in gathers
+PartsPublisher = NcclPublisher | FilesystemPublisher | TcpPublisher | SharedMemoryPublisher
+AnyPublisher = Publisher | PartsPublisher | None  # None: of ranks that only take part in gathers
 
 
 def publisher_of(ctx: ChildContext, world: World) -> AnyPublisher:
@@ -39,16 +43,18 @@ def publisher_of(ctx: ChildContext, world: World) -> AnyPublisher:
         return _ipc_publisher(ctx, world, address)
     if transport.type == "nccl":
         return _nccl_publisher(ctx, world, address)
-    if transport.type == "filesystem" and world.size > 1:
-        publisher = FilesystemPublisher(ctx.run_dir / "weights", transport.keep, rank=world.rank, gather=gather_bytes)
-        meet()  # the directory is there
-        return publisher
-    if not world.is_main:
-        return None
     if transport.type == "lora":
+        if not world.is_main:
+            return None
         config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
         return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)
-    return make_publisher(transport, ctx.run_dir / "weights", Path(ctx.shared_memory), address)
+    if not world.is_main:  # of its own host, as the first rank's reaches it
+        address = address_towards([f"http://{ctx.endpoints['rendezvous']}"], address)
+    gather = gather_bytes if world.size > 1 else alone
+    directory, segments = ctx.run_dir / "weights", Path(ctx.shared_memory)
+    publisher = make_publisher(transport, directory, segments, address, world.rank, gather)
+    meet()  # the directory is there
+    return publisher
 
 
 def _store_of_all(ctx: ChildContext, world: World, address: str) -> dist.TCPStore:
@@ -95,19 +101,20 @@ class RankWeights:
         self.model, self.publisher, self.dtype = model, publisher, wire_dtype(plan)
         self.only_adapters = plan.config.weight_transport.type == "lora"
         self.owned: Owned | None = None  # of those that send what they hold
-        if isinstance(publisher, NcclPublisher) or (isinstance(publisher, FilesystemPublisher) and publisher.gather):
+        whole = isinstance(publisher, FilesystemPublisher) and publisher.gather is None  # of an only rank
+        if isinstance(publisher, PartsPublisher) and not whole:
             self.owned = owned_by(model, self.dtype, world)
             publisher.hold(self.owned.table, self.owned.boxes)
 
     def publish(self, version: int, announce: Announce) -> None:
         """A collective where weights are gathered for it."""
         if self.owned is not None:
-            assert isinstance(self.publisher, NcclPublisher | FilesystemPublisher)
+            assert isinstance(self.publisher, PartsPublisher)
             self.publisher.publish(version, self.owned.parts(), announce)
             return
         model = self.model
         tensors = peft_tensors(model, model.card) if self.only_adapters else hf_tensors(model, self.dtype)
-        assert not isinstance(self.publisher, NcclPublisher)
+        assert not isinstance(self.publisher, NcclPublisher | TcpPublisher | SharedMemoryPublisher)
         if self.publisher is not None:
             self.publisher.publish(version, tensors, announce)
             return
