@@ -141,8 +141,8 @@ def gather_bytes(data: bytes) -> list[bytes]:
     size = torch.tensor([len(data)])
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
-    padded = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = torch.zeros(max(1, *(int(n) for n in sizes)), dtype=torch.uint8)
+    padded.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
     everyones = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyones, padded)
     return [given[: int(n)].numpy().tobytes() for given, n in zip(everyones, sizes, strict=True)]
