@@ -42,7 +42,7 @@ def train(kind: str, count: int, rank: int, ranks: int, directory: str, pipe: Co
     boxes[:, ROW] = rank * boxes[:, BOX_ROWS]
     shards = [torch.full((ROWS // ranks, COLUMNS), float(i)) for i in range(count)]
     segments = Path(f"/dev/shm/prl-bench{os.getppid()}")
-    config = WeightTransportConfig(type=kind)  # type: ignore[arg-type]
+    config = WeightTransportConfig(type=kind)
     publisher = make_publisher(config, Path(directory) / "weights", segments, "127.0.0.1", rank, gather_bytes)
     assert not isinstance(publisher, FilesystemPublisher)
     publisher.hold(table, boxes)
