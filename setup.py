@@ -51,6 +51,7 @@ setup(
     package_data={
         "prl.conf": ["*.yaml", "*/*.yaml", "*/*/*.yaml"],
         "launch": ["templates/*"],
+        "prl.forecast": ["*.yaml", "hardware/*.yaml"],
         "prl.watch": ["assets/*"],
         "prl.sweeps": ["*.yaml"],
     },

@@ -2,6 +2,7 @@
 
 --commands prints every process of every node with its environment, and what vLLM is given in it. --freeze writes the
 plan into output_dir, for roles that are started by hand. --emit=k8s|skypilot prints a manifest that runs the point.
+--forecast says how long a step takes, what bounds it, what goes over which link and what a rank holds at its peak.
 """
 
 from __future__ import annotations
@@ -71,6 +72,37 @@ def manifest_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
     return show_manifest
 
 
+def forecast_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
+    import json
+
+    as_text = arguments.way is not show_json
+
+    def show_forecast(config: RunConfig) -> int:
+        from prl.forecast.forecast import forecast
+        from prl.forecast.hardware import load_hardware
+        from prl.forecast.report import as_json, render
+        from prl.planning import make_plan
+
+        hardware = load_hardware(arguments.hardware) if arguments.hardware else load_hardware()
+        told = forecast(hardware, make_plan(config), arguments.completion_tokens, arguments.prompt_tokens)
+        print(render(told) if as_text else json.dumps(as_json(told), indent=1))
+        return 0
+
+    return show_forecast
+
+
+def refuse_with_forecast(arguments: argparse.Namespace) -> None:
+    """Leave with code 2 for what a forecast is not printed with."""
+    from prl.config.errors import UserError
+
+    if arguments.emit or arguments.way not in (None, show_json):
+        error = UserError(
+            "A forecast is printed alone.", where="--forecast", fix="leave --emit, --freeze and --commands out"
+        )
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
+
+
 def refuse_with_emit(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Leave with code 2 for what a manifest is not printed with."""
     from prl.config.errors import UserError
@@ -103,6 +135,8 @@ python -m prl.plan [-cn JOB] [overrides]      which role runs where, and what it
   --emit=k8s --image=I --volume=CLAIM [--mount=DIR]
   --emit=skypilot --mount=DIR [--accelerator=GPU] [--image=I] [--volume=V]
                                               the same as a manifest (launch/README.md)
+  --forecast [--json] [--hardware=h200_ib400] [--completion-tokens=MEAN] [--prompt-tokens=N]
+                                              seconds of a step, bytes by link, peak of a rank (prl/forecast/README.md)
 """
 
 
@@ -115,6 +149,10 @@ def main() -> None:
     site = [f"--{name}" for name in ("image", "volume", "mount", "accelerator")]
     for flag in site:
         parser.add_argument(flag, default="")
+    parser.add_argument("--forecast", action="store_true")
+    of_forecast = {"--hardware": str, "--completion-tokens": int, "--prompt-tokens": int}
+    for flag, kind in of_forecast.items():
+        parser.add_argument(flag, type=kind)
     arguments, rest = parser.parse_known_args()
     sys.argv = [sys.argv[0], *rest]
     if {"-h", "--help"} & set(rest):  # ours first, then what Hydra says of all keys
@@ -122,6 +160,11 @@ def main() -> None:
             print(HELP, flush=True)
     if not arguments.emit and any(getattr(arguments, flag[2:]) for flag in site):
         parser.error(f"{', '.join(site)} belong to --emit=k8s or --emit=skypilot")
+    if not arguments.forecast and any(getattr(arguments, flag[2:].replace("-", "_")) for flag in of_forecast):
+        parser.error(f"{', '.join(of_forecast)} belong to --forecast")
+    if arguments.forecast:
+        refuse_with_forecast(arguments)
+        arguments.way = forecast_of(arguments)
     if arguments.emit:
         refuse_with_emit(arguments, rest)
         arguments.way = manifest_of(arguments)

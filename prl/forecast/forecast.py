@@ -1,0 +1,155 @@
+"""The forecast of one optimizer step of a point: seconds by phase, bytes by link, the peak of a rank, an interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prl.forecast.cost import NOTHING, Cost, total
+from prl.forecast.hardware import Hardware
+from prl.forecast.memory import Peak, peak_memory
+from prl.forecast.optimizing import optimizer_step
+from prl.forecast.publishing import batches, publication
+from prl.forecast.rollout import Rollouts, rollouts_of
+from prl.forecast.setting import Setting
+from prl.forecast.training import Pass, micro_batch
+from prl.forecast.workload import Row, Workload, workload_of
+from prl.planning.run_plan import RunPlan
+
+STEP = 1.05  # by which a rate is changed for the sensitivity to it
+ROLLOUT_FACTOR = 2.0  # the interval of rollouts, either way: engines of this size were not measured
+NIC_SHARE = 0.6  # of its wire, to which the NIC may fall in the interval
+OVERLAPPED_SLOWDOWN = 2.0  # of a trainer on whose GPU an engine decodes (prl/inference/vllm/README.md)
+BESIDE, TURNS, SHARED, ALONE = "rollouts run beside training", "in turn", "on the same GPUs at once", "no rollouts"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """costs: phase -> cost. busy: those of the trainer, one after another."""
+
+    costs: Mapping[str, Cost]
+    rollouts: Rollouts | None
+    overlap: str
+    publication: Cost = field(default=NOTHING)
+
+    @property
+    def trainer_s(self) -> float:
+        return sum(cost.total for cost in self.costs.values())
+
+    @property
+    def rollout_s(self) -> float:
+        """Engines stand still while they take weights in."""
+        return 0.0 if self.rollouts is None else self.rollouts.seconds + self.publication.total
+
+    @property
+    def step_s(self) -> float:
+        return self.step_of(self.trainer_s, self.rollout_s, 0.0 if self.rollouts is None else self.rollouts.bound_s)
+
+    def step_of(self, trainer_s: float, rollout_s: float, bound_s: float) -> float:
+        if self.overlap == TURNS:
+            return trainer_s + rollout_s - self.publication.total
+        if self.overlap == SHARED:
+            return max(OVERLAPPED_SLOWDOWN * trainer_s, rollout_s, bound_s)
+        return max(trainer_s, rollout_s, bound_s)
+
+    @property
+    def bound_by(self) -> str:
+        if self.rollouts is None or self.overlap == TURNS:
+            return "the trainer" if self.trainer_s >= self.rollout_s else "rollouts"
+        paths = {
+            "the trainer": self.trainer_s * (OVERLAPPED_SLOWDOWN if self.overlap == SHARED else 1.0),
+            "rollouts": self.rollout_s,
+            "the longest rollout, which algo.max_off_policy_steps + 1 steps must outlast": self.rollouts.bound_s,
+        }
+        return max(paths, key=paths.__getitem__)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    plan: RunPlan
+    hardware: Hardware
+    work: Workload
+    timing: Timing
+    peak: Peak
+    interval: tuple[float, float]
+    sensitivity: dict[str, float]
+
+    @property
+    def traffic(self) -> dict[tuple[str, str], float]:
+        """(what, link) -> bytes that a trainer's GPU sends in a step; of batches, gets."""
+        found = total(self.timing.costs.values()).traffic
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole trainer."""
+        return self.work.tokens / self.timing.step_s
+
+
+def forecast(hardware: Hardware, plan: RunPlan, mean: int | None = None, prompt: int | None = None) -> Forecast:
+    """mean, prompt: tokens of completions and prompts, as `workload_of` takes them."""
+    work = workload_of(plan.config, mean, prompt)
+    timing = timing_of(hardware, plan, work)
+    heaviest = Setting(hardware, plan.config, max(work.laps, key=sum))
+    return Forecast(
+        plan,
+        hardware,
+        work,
+        timing,
+        peak_memory(heaviest, len(work.laps)),
+        interval_of(hardware, plan, work, timing),
+        sensitivity_of(hardware, plan, work),
+    )
+
+
+def timing_of(hardware: Hardware, plan: RunPlan, work: Workload) -> Timing:
+    done = Pass()
+    made: dict[Row, Pass] = {}
+    for row in work.laps:
+        if row not in made:
+            made[row] = micro_batch(Setting(hardware, plan.config, row))
+        done += made[row]
+    s = Setting(hardware, plan.config, work.laps[0])
+    published = publication(s, plan) if work.completions else NOTHING
+    costs = {
+        "batches": batches(s, work),
+        "forward": done.forward,
+        "recomputation": done.repeated,
+        "backward": done.backward,
+        "collectives and copies that show": Cost(done.exposed.seconds, {**done.exposed.traffic}),
+        "optimizer": optimizer_step(s),
+        "publication": published,
+    }
+    costs["forward"] += Cost({}, done.hidden.traffic)
+    return Timing(costs, rollouts_of(hardware, plan, work), overlap_of(plan), published)
+
+
+def overlap_of(plan: RunPlan) -> str:
+    config = plan.config
+    if config.job != "rl" or not plan.roles_of("inference"):
+        return ALONE
+    if config.deployment.type == "colocated":
+        return TURNS if config.deployment.infer_memory_fraction is None else SHARED
+    return TURNS if config.algo.max_off_policy_steps == 0 else BESIDE
+
+
+def interval_of(hardware: Hardware, plan: RunPlan, work: Workload, timing: Timing) -> tuple[float, float]:
+    """The trainer's by the error of measured rows that were held out, its upper end with slower NICs; rollouts' by a
+    factor.
+    """
+    error = math.exp(hardware.constants.held_out_error)
+    slow = timing_of(hardware.scaled("nic", NIC_SHARE), plan, work)
+    bound = 0.0 if timing.rollouts is None else timing.rollouts.bound_s
+    low = timing.step_of(timing.trainer_s / error, timing.rollout_s / ROLLOUT_FACTOR, bound / ROLLOUT_FACTOR)
+    return low, timing.step_of(slow.trainer_s * error, slow.rollout_s * ROLLOUT_FACTOR, bound * ROLLOUT_FACTOR)
+
+
+def sensitivity_of(hardware: Hardware, plan: RunPlan, work: Workload) -> dict[str, float]:
+    """Rate -> d ln(step) / d ln(rate), the largest first; those without any influence are left out."""
+    found = {}
+    for name in hardware.rates:
+        fast, slow = (timing_of(hardware.scaled(name, f), plan, work).step_s for f in (STEP, 1 / STEP))
+        found[name] = math.log(fast / slow) / (2 * math.log(STEP))
+    ordered = sorted(found.items(), key=lambda item: item[1])
+    return {name: value for name, value in ordered if abs(value) >= 0.0005}

@@ -1,0 +1,116 @@
+"""Peak bytes of a trainer rank, the most loaded one: what it holds from step to step, and the worst moment of a step.
+
+A step is followed layer by layer from the last back to the first: activations of those before it are still there,
+sharded gradients of those behind it already. The head's backward comes before all of them, the optimizer's step after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prl.forecast.layers import Layer, layers_in_order, root_weights
+from prl.forecast.optimizing import trained_parameters
+from prl.forecast.recipe import apply_recipe, offloaded
+from prl.forecast.setting import BF16, FLOAT32, Setting
+from prl.forecast.sharding import layer_units
+
+GIB = 2.0**30
+AUTO_CHUNK_TOKENS = 8192  # prl/trainer/head/head.py
+WHOLE_HEAD_KEPT = 18  # bytes a logit: bfloat16, and four times float32
+CHUNK_BYTES = 4  # logits of a chunk, and once more while they are computed
+OFFLOAD_BUCKETS = 3 * (512 << 20)  # moments on the device at once (prl/trainer/memory/optimizer_offload.py)
+
+Bytes = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes by what holds them, at the moment at which there are the most."""
+
+    moment: str
+    parts: Bytes
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def peak_memory(s: Setting, micro_batches: int = 1) -> Peak:
+    """Of several micro-batches the later ones count, which find the gradients of the first."""
+    held = {**states(s), "gathered root": root_weights(s.card) * BF16}
+    moment, parts = max(moments(s, micro_batches > 1), key=lambda found: sum(found[1].values()))
+    reserve = {"reserve": s.hardware.constants.reserve_gib * GIB}
+    return Peak(moment, {name: n for name, n in {**held, **parts, **reserve}.items() if n})
+
+
+def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
+    """(when, bytes beside those of `states`)."""
+    layers = layers_in_order(s)
+    all_gradients = trained_parameters(s)[0] * FLOAT32
+    root = 0.0 if s.frozen else root_weights(s.card) * BF16
+    resident = not s.config.parallelism.reshard_after_forward
+    first_kept = len(layers) - offloaded(s.config.memory_recipe, len(layers))
+    recipes = {id(layer): apply_recipe(s, layer) for layer in layers}
+    kept = [recipes[id(layer)].kept * s.tokens for layer in layers]
+    on_device = [sum(kept[max(0, i + 1 - first_kept) : i + 1]) for i in range(len(layers))]
+    whole = sum(gathered_bytes(s, layer) for layer in layers) if resident else 0.0
+    last = layers[-1]
+    yield (
+        "the head's backward",
+        {"activations": on_device[-1], "head": head_bytes(s), "gradients of root": root,
+         "gathered layers": whole or gathered_bytes(s, last), "gradients": all_gradients if has_gradients else 0.0},
+    )  # fmt: skip
+    share = 0.0 if s.frozen else FLOAT32 / s.mesh.fsdp_island
+    behind = 0.0
+    for i in range(len(layers) - 1, -1, -1):
+        layer, recipe = layers[i], recipes[id(layers[i])]
+        inner = (recipe.whole - recipe.kept + largest(layer)) * s.tokens
+        gathered = gathered_bytes(s, layer) + (gathered_bytes(s, layers[i - 1]) if i else 0.0)
+        gradients = 0.0 if s.frozen else gathered_bytes(s, layer) * (1 + FLOAT32 / BF16)
+        yield (
+            f"layer {i}'s backward",
+            {"activations": on_device[i], "layer in backward": inner, "gathered layers": whole or gathered,
+             "its gradients": gradients, "gradients of root": root,
+             "gradients": all_gradients if has_gradients else behind},
+        )  # fmt: skip
+        behind += (layer.dense + layer.experts) * share
+    passing = moments_of(s) if s.config.memory_recipe.optim_cpu_offload else 0.0
+    yield "the optimizer's step", {"gradients": all_gradients, "moments": min(passing, OFFLOAD_BUCKETS)}
+
+
+def states(s: Setting) -> Bytes:
+    """Masters and moments; frozen weights are in the model's dtype."""
+    recipe = s.config.memory_recipe
+    everything = sum(layer.dense + layer.experts for layer in layers_in_order(s)) + root_weights(s.card)
+    mine, _ = trained_parameters(s)
+    if s.frozen:
+        return {"frozen weights": everything / s.mesh.fsdp_island * BF16}
+    if recipe.fsdp_cpu_offload:
+        return {}
+    if recipe.optim_cpu_offload == "full":
+        return {"weights": mine * BF16}
+    return {"masters": mine * FLOAT32, **({} if recipe.optim_cpu_offload else {"moments": moments_of(s)})}
+
+
+def moments_of(s: Setting) -> float:
+    """The optimizer's, in float32: two a parameter of AdamW, one of Muon and SGD."""
+    mine, of_muon = trained_parameters(s)
+    return (mine if s.config.optim.type == "sgd" else 2 * mine - of_muon) * FLOAT32
+
+
+def largest(layer: Layer) -> float:
+    """Bytes a token of gradients under way: as many as the part that keeps the most."""
+    return max(part.kept for part in layer.parts)
+
+
+def gathered_bytes(s: Setting, layer: Layer) -> float:
+    return sum(size for _, size, _ in layer_units(s, layer)) * BF16
+
+
+def head_bytes(s: Setting) -> float:
+    chunk = s.config.memory_recipe.fused_lm_head_token_chunk_size
+    if chunk == "disabled":
+        return s.tokens * s.card.vocab_size * WHOLE_HEAD_KEPT
+    size = AUTO_CHUNK_TOKENS if chunk == "auto" else chunk
+    return min(s.tokens, size) * s.card.vocab_size * CHUNK_BYTES + 2 * s.tokens * s.card.hidden_size * BF16

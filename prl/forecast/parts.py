@@ -1,0 +1,162 @@
+"""A layer as parts, in the order in which they run: what each costs forward and backward, what it keeps for backward,
+and by which activation-checkpointing target it is forgotten. Counted from prl/models/layers and prl/trainer/memory.
+
+Elementwise work is counted in numbers that are read or written: a norm reads and writes a row (2), a residual reads two
+and writes one (3), SwiGLU reads two and writes one (3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prl.forecast.cost import NOTHING, Cost
+from prl.forecast.setting import BF16, FLOAT32, Both, Setting
+
+
+@dataclass(frozen=True)
+class Part:
+    """kept: bytes a token. weights: shapes of parameters, those of stacked experts have three dimensions. again: what a
+    repetition runs of it, if not all.
+    """
+
+    name: str
+    block: str
+    forward: Cost
+    backward: Cost
+    kept: float = 0.0
+    weights: tuple[tuple[int, ...], ...] = ()
+    again: Cost | None = None
+
+    @property
+    def repeated(self) -> Cost:
+        return self.forward if self.again is None else self.again
+
+
+def join(*pairs: Both) -> Both:
+    forward, backward = NOTHING, NOTHING
+    for ahead, back in pairs:
+        forward, backward = forward + ahead, backward + back
+    return forward, backward
+
+
+# --- MLPs -------------------------------------------------------------------------------------------------------------
+
+
+def mlp_parts(s: Setting) -> Iterator[Part]:
+    """A norm, a dense MLP, the residual."""
+    hidden, inner, n = s.card.hidden_size, s.card.intermediate_size, s.tokens
+    wide = 2 if s.gated else 1
+    yield Part("input", "input", NOTHING, NOTHING, kept=hidden * BF16)
+    yield Part("norm", "mlp", *s.elementwise(2 * hidden), kept=hidden * BF16, weights=((hidden,),))
+    yield Part(
+        "up", "mlp", *s.matmul(n, hidden, wide * inner), kept=wide * inner * BF16, weights=((inner, hidden),) * wide
+    )
+    kept = inner * (1 if s.compiled or not s.gated else 2) * BF16
+    yield Part("act", "mlp" if s.compiled else "mlp act", *s.elementwise((wide + 1) * inner), kept=kept)
+    down = join(s.matmul(n, inner, hidden), s.elementwise(3 * hidden))
+    yield Part("down", "mlp", *down, weights=((hidden, inner),), again=NOTHING)
+
+
+def expert_parts(s: Setting) -> Iterator[Part]:
+    """A norm, the router, experts, those that every token sees, the residual."""
+    card, n = s.card, s.tokens
+    hidden, width, top = card.hidden_size, card.moe_latent_size or card.hidden_size, card.num_experts_per_tok
+    inner, wide = card.moe_intermediate_size, 2 if s.gated else 1
+    latent, shared = card.moe_latent_size, card.shared_intermediate_size
+    rows, runs_on = n * top, bool(latent or shared)  # whether a repetition goes on behind the experts
+    yield Part("input", "input", NOTHING, NOTHING, kept=hidden * BF16)
+    yield Part("norm", "moe", *s.elementwise(2 * hidden), kept=hidden * BF16, weights=((hidden,),))
+    route = join(s.matmul(n, hidden, card.num_experts, fp8=False), s.elementwise(4 * card.num_experts))
+    kept = card.num_experts * FLOAT32 + top * 3 * 8  # scores; order, positions, places of int64
+    yield Part("route", "moe", *route, kept=kept, weights=((card.num_experts, hidden),))
+    if latent:
+        yield Part("fc1", "moe", *s.matmul(n, hidden, latent), kept=latent * BF16, weights=((latent, hidden),))
+    spread = join(s.copies((1 + top) * width, (1 + top) * width), dispatched(s, width), routed(s))
+    yield Part("spread", "moe", *spread, kept=top * width * BF16)
+    up = s.matmul(rows, width, wide * inner, "grouped")
+    yield Part("up", "moe", *up, kept=top * wide * inner * BF16, weights=((card.num_experts, wide * inner, width),))
+    kept = top * inner * (1 if s.compiled or not s.gated else 3) * BF16
+    yield Part("act", "moe act", *s.elementwise(top * (wide + 1) * inner), kept=kept)
+    down = join(s.matmul(rows, inner, width, "grouped"), s.copies((1 + top) * width, (1 + top) * width))
+    down = join(down, dispatched(s, width), s.elementwise(3 * hidden))
+    again = None if runs_on else NOTHING
+    yield Part("down", "moe", *down, weights=((card.num_experts, width, inner),), again=again)
+    if latent:
+        fc2 = s.matmul(n, latent, hidden)
+        yield Part("fc2", "moe", *fc2, kept=latent * BF16, weights=((hidden, latent),), again=NOTHING)
+    if shared:
+        up = s.matmul(n, hidden, wide * shared)
+        kept = (wide + (1 if s.compiled else 2)) * shared * BF16
+        yield Part(
+            "shared up",
+            "moe",
+            *join(up, s.elementwise((wide + 1) * shared)),
+            kept=kept,
+            weights=((shared, hidden),) * wide,
+        )
+        down = s.matmul(n, shared, hidden)
+        yield Part("shared down", "moe", *down, weights=((hidden, shared),), again=NOTHING)
+
+
+def dispatched(s: Setting, width: int) -> Both:
+    """Rows to the ranks of their experts, or back: each token once to every rank that holds any of its experts."""
+    if s.mesh.ep == 1:
+        return NOTHING, NOTHING
+    nbytes = s.tokens * ranks_of_a_token(s) * width * BF16
+    cost = s.exchange("EP dispatch and combine", nbytes, s.mesh.ep)
+    waited = Cost({name: t * s.hardware.constants.expert_wait for name, t in cost.seconds.items()}, cost.traffic)
+    return waited, waited
+
+
+def routed(s: Setting) -> Both:
+    """Under expert parallelism, finding out who goes where, beside what moving rows within a rank takes."""
+    if s.mesh.ep == 1:
+        return NOTHING, NOTHING
+    cost = Cost({"ep_routing": s.hardware.seconds("ep_routing", s.tokens * s.card.num_experts_per_tok)})
+    return cost, cost
+
+
+def ranks_of_a_token(s: Setting) -> float:
+    """On how many of the expert group's ranks a token's experts lie, if any choice is as likely as another; of routers
+    that choose groups first, within these.
+    """
+    card, ep = s.card, s.mesh.ep
+    part = card.topk_group / card.n_group
+    ranks, experts = max(1.0, ep * part), card.num_experts * part
+    nowhere = 1.0
+    for drawn in range(card.num_experts_per_tok):
+        nowhere *= max(0.0, experts - experts / ranks - drawn) / (experts - drawn)
+    return ranks * (1 - nowhere)
+
+
+# --- state space ------------------------------------------------------------------------------------------------------
+
+
+def state_parts(s: Setting) -> Iterator[Part]:
+    """A norm, Mamba-2, the residual. The convolution is an elementwise kernel here."""
+    card, n = s.card, s.tokens
+    hidden, inner = card.hidden_size, card.mamba_num_heads * card.mamba_head_dim
+    channels = inner + 2 * card.mamba_n_groups * card.ssm_state_size
+    made = inner + channels + card.mamba_num_heads
+    yield Part("input", "input", NOTHING, NOTHING, kept=hidden * BF16)
+    yield Part("norm", "attn_proj", *s.elementwise(2 * hidden), kept=hidden * BF16, weights=((hidden,),))
+    project = s.matmul(n, hidden, made, fp8=False)
+    yield Part("project", "attn_proj", *project, kept=made * BF16, weights=((made, hidden),))
+    conv = s.copies(2 * channels, 4 * channels)
+    weights: tuple[tuple[int, ...], ...] = ((channels, 1, card.conv_kernel), (channels,))
+    yield Part("convolve", "attn_proj", *conv, kept=channels * BF16, weights=weights)
+    numbers = n * inner * card.ssm_state_size
+    scan = tuple(Cost({f"scan_{way}": s.hardware.seconds(f"scan_{way}", numbers)}) for way in ("forward", "backward"))
+    yield Part("scan", "scan", *join((scan[0], scan[1]), heads_exchanged(s, channels + inner)), kept=inner * BF16)
+    out = join(s.elementwise(3 * inner), s.matmul(n, inner, hidden), s.elementwise(3 * hidden))
+    weights = ((hidden, inner), (inner,), *((card.mamba_num_heads,) for _ in range(3)))
+    yield Part("out", "out", *out, kept=inner * BF16, weights=weights)
+
+
+def heads_exchanged(s: Setting, numbers: float) -> Both:
+    """Ulysses: so many numbers of a token change ranks, and their gradients go back."""
+    if s.mesh.cp == 1:
+        return NOTHING, NOTHING
+    cost = s.exchange("CP, heads for tokens", numbers * BF16 * s.tokens, s.mesh.cp)
+    return cost, cost

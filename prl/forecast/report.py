@@ -1,0 +1,119 @@
+"""A forecast as tables for people, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prl.forecast.forecast import NIC_SHARE, ROLLOUT_FACTOR, Forecast
+from prl.forecast.memory import GIB
+
+MOST_RATES = 12
+
+
+def as_json(told: Forecast) -> dict[str, Any]:
+    timing, rollouts = told.timing, told.timing.rollouts
+    return {
+        "point_id": told.plan.point_id,
+        "hardware": told.hardware.name,
+        "assumptions": list(told.work.told),
+        "tokens_per_step": told.work.tokens,
+        "micro_batches": len(told.work.laps),
+        "work_imbalance": told.work.imbalance,
+        "seconds": {name: cost.total for name, cost in timing.costs.items()},
+        "trainer_s": timing.trainer_s,
+        "rollouts": None if rollouts is None else {
+            "seconds": rollouts.seconds,
+            "longest_over_staleness_s": rollouts.bound_s,
+            "engines": rollouts.engines,
+            "sequences_at_once": rollouts.sequences,
+            "limited_by": rollouts.limited_by,
+            "decoding_step_s": rollouts.step_s,
+            "cache_gib": rollouts.cache_gib,
+        },
+        "overlap": timing.overlap,
+        "step_s": timing.step_s,
+        "interval_s": list(told.interval),
+        "bound_by": timing.bound_by,
+        "tokens_per_s": told.tokens_per_s,
+        "bytes_per_gpu": [{"what": what, "link": link, "bytes": n} for (what, link), n in told.traffic.items()],
+        "peak": {"bytes": told.peak.total, "moment": told.peak.moment, "parts": told.peak.parts},
+        "sensitivity": told.sensitivity,
+        "rates": {
+            name: {"kind": rate.kind, "unit": rate.unit, "from": rate.source}
+            for name, rate in told.hardware.rates.items()
+        },
+    }  # fmt: skip
+
+
+def render(told: Forecast) -> str:
+    """The assumptions first, then what follows from them."""
+    return "\n\n".join(
+        "\n".join(part) for part in (_head(told), _seconds(told), _bytes(told), _peak(told), _rates(told))
+    )
+
+
+def _head(told: Forecast) -> list[str]:
+    timing, mesh, (low, high) = told.timing, told.plan.mesh, told.interval
+    sizes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}, ep {mesh.ep}"
+    rows = f"{len(told.work.laps)} micro-batch{'es' if len(told.work.laps) > 1 else ''} a rank"
+    uneven = f"longest rows {told.work.imbalance:.2f} times the mean"
+    return [
+        f"point       {told.plan.point_id}, model {told.plan.config.model.name}, {sizes}",
+        f"hardware    {told.hardware.about}",
+        *(f"assumed     {text}" for text in told.work.told),
+        f"work        {told.work.tokens:,} tokens a step, {rows}, {uneven}",
+        f"step        {_s(timing.step_s)} ({_s(low)} to {_s(high)}); {timing.overlap}; bound by {timing.bound_by}",
+        f"tokens/s    {told.tokens_per_s:,.0f}, {told.tokens_per_s / mesh.world_size:,.0f} a GPU of the trainer",
+        "interval    the trainer's error on measured rows that were not fitted, and NICs down to"
+        f" {NIC_SHARE:.0%} of their wire; rollouts within a factor of {ROLLOUT_FACTOR:g}, which is a guess",
+    ]
+
+
+def _seconds(told: Forecast) -> list[str]:
+    timing, rollouts = told.timing, told.timing.rollouts
+    rows = [("phase of the trainer", "s", "share")]
+    busy = max(timing.trainer_s, 1e-12)
+    rows += [(name, _s(cost.total), f"{cost.total / busy:.1%}") for name, cost in timing.costs.items() if cost.total]
+    rows.append(("all, one after another", _s(timing.trainer_s), ""))
+    lines = _table(rows)
+    if rollouts is not None:
+        lines += [
+            "",
+            f"rollouts    {_s(timing.rollout_s)}: {rollouts.engines} engines of {rollouts.sequences:.0f} sequences at"
+            f" once ({rollouts.limited_by}), {1e3 * rollouts.step_s:.1f} ms a token,"
+            f" cache {rollouts.cache_gib:.1f} GiB a GPU",
+            f"staleness   for the longest rollout not to be too old, a step takes {_s(rollouts.bound_s)} or more",
+        ]
+    return lines
+
+
+def _bytes(told: Forecast) -> list[str]:
+    rows = [("a trainer's GPU sends in a step", "over", "GB")]
+    return _table([*rows, *((what, link, f"{n / 1e9:,.3g}") for (what, link), n in told.traffic.items() if n)])
+
+
+def _peak(told: Forecast) -> list[str]:
+    rows = [(f"peak of a rank: {told.peak.moment}", "GiB")]
+    parts = sorted(told.peak.parts.items(), key=lambda item: -item[1])
+    total = f"{told.peak.total / GIB:.1f} of {told.hardware.memory_gib:g}"
+    return _table([*rows, *((name, f"{n / GIB:.2f}") for name, n in parts), ("all", total)])
+
+
+def _rates(told: Forecast) -> list[str]:
+    rows = [("rate", "d ln step / d ln rate", "the rate is")]
+    for name, value in list(told.sensitivity.items())[:MOST_RATES]:
+        rows.append((name, f"{value:.3f}", told.hardware.rates[name].kind))
+    return _table(rows)
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines

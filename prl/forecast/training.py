@@ -1,0 +1,119 @@
+"""One micro-batch of a rank: forward, repetition, backward, and what of FSDP's collectives and of activations on their
+way to the host stays visible.
+
+Overlap: a layer's gather hides behind the layer before it, in backward gather and reduction behind one layer's
+backward; what is longer shows. What hides them takes `contention` of their time longer. The root unit (embedding,
+head) is gathered first and reduced last, behind nothing. Tokens on their way to experts, and heads or latents on their
+way between context ranks, hide behind nothing; the ring's keys behind its blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prl.forecast.cost import HOST, NOTHING, Cost
+from prl.forecast.layers import Layer, layers_of, root_weights
+from prl.forecast.recipe import Recipe, apply_recipe, offloaded
+from prl.forecast.setting import Setting
+from prl.forecast.sharding import dense_group, gather_layer, gathered, reduce_layer, reduced
+
+# bytes of the whole head's kernels for each logit, forward and backward: the passes of log-softmax, entropy and their
+# gradients in float32 (prl/trainer/head/head.py)
+WHOLE_HEAD_BYTES = (46, 94)
+CHUNKED_HEAD_BYTES = (4, 8)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Costs of a micro-batch. Hidden collectives are in `hidden` alone: they take no time of their own."""
+
+    forward: Cost = NOTHING
+    repeated: Cost = NOTHING
+    backward: Cost = NOTHING
+    exposed: Cost = NOTHING  # FSDP's collectives and host copies that nothing hides, and what hidden ones cost others
+    hidden: Cost = NOTHING
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def __mul__(self, times: float) -> Pass:
+        return Pass(*(getattr(self, name) * times for name in self.__dataclass_fields__))
+
+    @property
+    def seconds(self) -> float:
+        return sum(cost.total for cost in (self.forward, self.repeated, self.backward, self.exposed))
+
+
+def micro_batch(s: Setting) -> Pass:
+    """Of one rank, with gradients reduced."""
+    layers = layers_of(s)
+    whole = head(s) + root(s)
+    for count, layer in layers:
+        whole += one_layer(s, layer, s.card.num_hidden_layers) * count
+    return whole
+
+
+def one_layer(s: Setting, layer: Layer, layers: int) -> Pass:
+    recipe = apply_recipe(s, layer)
+    gather, reduce = gather_layer(s, layer), reduce_layer(s, layer)
+    ahead = recipe.forward.total
+    back = recipe.repeated.total + recipe.backward.total
+    again = gather if s.config.parallelism.reshard_after_forward else NOTHING
+    shown = shown_of(s, gather, ahead) + shown_of(s, again + reduce, back)
+    host = host_copies(s, recipe, ahead, back) * (offloaded(s.config.memory_recipe, layers) / layers)
+    local = _local(gather)
+    return Pass(
+        recipe.forward + local,
+        recipe.repeated,
+        recipe.backward + (local if again is gather else NOTHING) + _local(reduce),
+        shown + host,
+        _links(gather) + _links(again) + _links(reduce),
+    )
+
+
+def shown_of(s: Setting, collective: Cost, seconds: float) -> Cost:
+    """What of a collective is longer than the work that hides it, and by how much it makes that work longer: by its
+    bytes, over whichever link they go.
+    """
+    links = _links(collective)
+    if not links.total:
+        return NOTHING
+    hidden = min(links.total, seconds) / links.total
+    felt = hidden * s.hardware.constants.contention * s.hardware.seconds("nvlink_ring", sum(links.traffic.values()))
+    return Cost((links * (1 - hidden)).seconds) + Cost({"nvlink_ring": felt})
+
+
+def host_copies(s: Setting, recipe: Recipe, ahead: float, back: float) -> Cost:
+    """Activations out while the layer after runs forward, and in while it runs backward."""
+    nbytes = recipe.kept * s.tokens
+    seconds = s.hardware.seconds("host_one_way", nbytes)
+    shown = max(0.0, seconds - ahead) + max(0.0, seconds - back)
+    return Cost({"host_one_way": shown}, {("activations out and in", HOST): 2 * nbytes})
+
+
+def root(s: Setting) -> Pass:
+    """Embedding and head: gathered before the first layer, reduced behind the last gradient."""
+    weights = root_weights(s.card)
+    gather = gathered(s, "root", weights, dense_group(s))
+    reduce = NOTHING if s.frozen else reduced(s, "root", weights, dense_group(s))
+    embedding = s.copies(2 * s.card.hidden_size, 4 * s.card.hidden_size)
+    shown = _links(gather) + _links(reduce)
+    return Pass(embedding[0] + _local(gather), NOTHING, embedding[1] + _local(reduce), shown)
+
+
+def head(s: Setting) -> Pass:
+    """Log-probability and entropy of all tokens; in chunks, logits are computed again in backward."""
+    card, chunked = s.card, s.config.memory_recipe.fused_lm_head_token_chunk_size != "disabled"
+    forward, backward = s.matmul(s.tokens, card.hidden_size, card.vocab_size, fp8=False)
+    logits = s.tokens * card.vocab_size
+    sizes = CHUNKED_HEAD_BYTES if chunked else WHOLE_HEAD_BYTES
+    repeated = forward if chunked else NOTHING
+    return Pass(forward + s.memory(logits * sizes[0]), repeated, backward + s.memory(logits * sizes[1]))
+
+
+def _links(cost: Cost) -> Cost:
+    return Cost({name: t for name, t in cost.seconds.items() if name != "memory"}, cost.traffic)
+
+
+def _local(cost: Cost) -> Cost:
+    return Cost({name: t for name, t in cost.seconds.items() if name == "memory"})
