@@ -12,13 +12,15 @@ from prl.forecast.parts import Part, heads_exchanged, join
 from prl.forecast.setting import BF16, FLOAT32, Both, Setting, repeats
 
 
-def attention_parts(s: Setting) -> Iterator[Part]:
-    """A norm, projections, the kernel, the way back, the residual."""
+def attention_parts(s: Setting, chooses: bool = True) -> Iterator[Part]:
+    """A norm, projections, the kernel, the way back, the residual. chooses: of sparse attention, whether the layer has
+    an indexer of its own.
+    """
     hidden = s.card.hidden_size
     yield Part("input", "input", NOTHING, NOTHING, kept=hidden * BF16)
     yield Part("norm", "attn_proj", *s.elementwise(2 * hidden), kept=hidden * BF16, weights=((hidden,),))
     if s.card.index_topk:
-        yield from _sparse(s)
+        yield from _sparse(s, chooses)
     elif s.card.kv_lora_rank:
         yield from _latent(s)
     else:
@@ -78,7 +80,7 @@ def _compress(s: Setting) -> Part:
     )
 
 
-def _sparse(s: Setting) -> Iterator[Part]:
+def _sparse(s: Setting, chooses: bool) -> Iterator[Part]:
     """Absorbed: queries are brought to the latents, which all heads see."""
     card, n = s.card, s.tokens
     heads, rank, rope = card.num_attention_heads, card.kv_lora_rank, card.qk_rope_head_dim
@@ -86,7 +88,8 @@ def _sparse(s: Setting) -> Iterator[Part]:
     absorb = join(s.matmul(n * heads, card.qk_nope_head_dim, rank), s.elementwise(3 * heads * (rank + rope)))
     weights = ((heads * (card.qk_nope_head_dim + card.v_head_dim), rank),)
     yield Part("absorb", "attn_proj", *absorb, kept=(heads + 1) * (rank + rope) * BF16, weights=weights)
-    yield from _choice(s)
+    if chooses:
+        yield _choice(s)
     flops = 2 * heads * (2 * rank + rope) * s.chosen_pairs
     kernel = (_kernel(s, "sparse_forward", flops), _kernel(s, "sparse_backward", 2.5 * flops))
     gathered = context(s, 0, 0, rank + rope + card.index_head_dim)
@@ -96,19 +99,15 @@ def _sparse(s: Setting) -> Iterator[Part]:
     yield _output(s, heads * card.v_head_dim)
 
 
-def _choice(s: Setting) -> Iterator[Part]:
-    """Indexers, frozen. Their choice is kept whatever is repeated; a layer that shares one has its own copy of none,
-    so a share of the work stands for the layers that choose.
-    """
+def _choice(s: Setting) -> Part:
+    """The indexer, frozen. Its choice is kept, whatever is repeated."""
     card, n = s.card, s.tokens
-    part = len(set(card.choosing_layers)) / card.num_hidden_layers
     heads, dim = card.index_n_heads, card.index_head_dim
     scores = _kernel(s, "indexer", 2 * heads * dim * s.pairs)
     project = s.matmul(n, card.q_lora_rank, heads * dim, fp8=False)[0]
-    forward = (scores + project + s.elementwise(4 * heads * dim)[0]) * part
+    forward = scores + project + s.elementwise(4 * heads * dim)[0]
     weights = ((heads * dim, card.q_lora_rank), (dim + heads, card.hidden_size), (2 * dim,))
-    kept = 4 * card.index_topk * part
-    yield Part("choice", "choice", forward, NOTHING, kept=kept, weights=weights, again=project * part)
+    return Part("choice", "choice", forward, NOTHING, kept=4 * card.index_topk, weights=weights, again=project)
 
 
 def _output(s: Setting, width: int) -> Part:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from prl.config.schema import ModelCard
@@ -12,7 +13,11 @@ from prl.forecast.attention import attention_parts
 from prl.forecast.parts import Part, expert_parts, mlp_parts, state_parts
 from prl.forecast.setting import Setting
 
-MAKERS = {"M": state_parts, "*": attention_parts, "E": expert_parts, "-": mlp_parts}
+SHARING = "+"  # attention to what a layer before it chose
+MAKERS: Mapping[str, Callable[[Setting], Iterator[Part]]] = {
+    "M": state_parts, "*": attention_parts, SHARING: partial(attention_parts, chooses=False), "E": expert_parts,
+    "-": mlp_parts,
+}  # fmt: skip
 DECIDE = ("route", "choice")  # parts whose matrices choose something: Muon leaves them to AdamW
 
 
@@ -42,11 +47,11 @@ def is_stack(shape: tuple[int, ...]) -> bool:
 
 
 def letters_of(card: ModelCard) -> list[str]:
-    """Of each layer, in order."""
+    """What each layer is made of, in order: as in `hybrid_override_pattern`."""
     if card.hybrid_override_pattern:
         return list(card.hybrid_override_pattern)
-    dense = set(card.dense_layers)
-    return ["*-" if i in dense else "*E" for i in range(card.num_hidden_layers)]
+    dense, sharing = set(card.dense_layers), set(card.shared_index_layers)
+    return [(SHARING if i in sharing else "*") + ("-" if i in dense else "E") for i in range(card.num_hidden_layers)]
 
 
 def layers_in_order(setting: Setting) -> list[Layer]:
@@ -66,5 +71,5 @@ def layers_of(setting: Setting) -> list[tuple[int, Layer]]:
 
 
 def root_weights(card: ModelCard) -> int:
-    """Embedding and head, one where they are tied: the unit that stays gathered."""
-    return card.vocab_size * card.hidden_size * (1 if card.tie_word_embeddings else 2)
+    """Embedding and head, one where they are tied, and the last norm: the unit that stays gathered."""
+    return card.vocab_size * card.hidden_size * (1 if card.tie_word_embeddings else 2) + card.hidden_size

@@ -1,0 +1,136 @@
+"""`python -m prl.forecast.alternatives OVERRIDES [--completion-tokens=MEAN]`: the trainer's step with pipeline or
+tensor parallelism, which the trainer does not have, beside the one that it has. Arithmetic on the same rates.
+
+A pipeline of p stages: each holds its layers' weights gathered for the whole step, so that FSDP gathers and reduces
+once a step and not once a micro-batch; 1F1B, whose first stage waits for p - 1 micro-batches of one stage; a stage is
+as long as the longest, layers being whole. Every rank sees p times as many micro-batches. Sends of activations hide.
+
+Tensor parallelism of t ranks in the place of as many context ranks: attention and dense MLPs are split by heads and
+columns, whose outputs are added up over the group once forward, once backward and once where they are repeated, for all
+tokens of the group. Experts stay as they are. FSDP's gathers of everything else shrink by t.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prl.config.composing import compose
+from prl.forecast.cost import NOTHING, Cost, total
+from prl.forecast.forecast import Timing, timing_of
+from prl.forecast.hardware import Hardware, load_hardware
+from prl.forecast.layers import Layer, layers_of
+from prl.forecast.memory import GIB, states
+from prl.forecast.recipe import apply_recipe
+from prl.forecast.setting import BF16, FLOAT32, Setting
+from prl.forecast.sharding import Group, gathered, layer_units, reduced, ring
+from prl.forecast.training import head
+from prl.forecast.workload import Workload, workload_of
+from prl.planning import make_plan
+
+STAGES, TENSOR = (2, 4, 8, 16), (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    name: str
+    seconds: float  # of the trainer's step
+    nic_gb: float  # that a GPU sends for weights and gradients, and between stages
+    nvlink_gb: float
+    memory_gib: float  # states, weights and gradients that stay gathered, activations
+    note: str
+
+
+def step_of(timing: Timing, changed: float) -> float:
+    """The trainer's step with another time for forward, backward and their collectives."""
+    kept = ("batches", "optimizer", "publication")
+    return changed + sum(timing.costs[name].total for name in kept)
+
+
+def today(timing: Timing, s: Setting) -> Alternative:
+    moved = total(timing.costs.values()).traffic
+    fsdp = {key: n for key, n in moved.items() if "FSDP" in key[0]}
+    nic, near = (sum(n for (_, link), n in fsdp.items() if link == name) / 1e9 for name in ("NIC", "NVLink"))
+    return Alternative("FSDP, EP, CP", timing.trainer_s, nic, near, sum(states(s).values()) / GIB, "as built")
+
+
+def pipeline(s: Setting, timing: Timing, work: Workload, stages: int) -> Alternative:
+    layers, laps = layers_of(s), len(work.laps)
+    recipes = [(count, apply_recipe(s, layer)) for count, layer in layers]
+    of_layers = sum(n * total((r.forward, r.repeated, r.backward)).total for n, r in recipes)
+    of_head, count = head(s).seconds, s.card.num_hidden_layers
+    stage = max(of_layers * math.ceil(count / stages) / count, (of_layers + of_head) / stages)
+    micro_batches = laps * stages
+    once = NOTHING
+    for n, layer in layers:
+        for what, weights, group in layer_units(s, layer):
+            ranks = max(1, group.ranks // stages)
+            smaller = Group(ranks, min(group.near, ranks))
+            once += (gathered(s, what, weights, smaller) + reduced(s, what, weights, smaller)) * (n / stages)
+    sends = 2 * micro_batches * s.tokens * s.card.hidden_size * BF16
+    weights = sum(n * sum(size for _, size, _ in layer_units(s, layer)) for n, layer in layers) / stages
+    kept = sum(n * r.kept for n, r in recipes) * s.tokens
+    memory = sum(states(s).values()) + weights * (BF16 + FLOAT32) + kept
+    seconds = step_of(timing, (micro_batches + stages - 1) * stage + once.total)
+    bubble = (stages - 1) / (micro_batches + stages - 1)
+    uneven = stage * stages / (of_layers + of_head) - 1
+    nic, near = (sum(b for (_, link), b in once.traffic.items() if link == name) / 1e9 for name in ("NIC", "NVLink"))
+    note = f"bubble {bubble:.1%}, stages uneven by {uneven:.1%}, {micro_batches} micro-batches"
+    return Alternative(f"pipeline of {stages}", seconds, nic + sends / 1e9, near, memory / GIB, note)
+
+
+def tensor(s: Setting, timing: Timing, work: Workload, ranks: int) -> Alternative:
+    """Sums over the group, as a reduction and a gather of all its tokens."""
+    laps, group = len(work.laps), Group(ranks, min(ranks, s.hardware.gpus_per_node))
+    more = less = NOTHING
+    repeated = s.config.memory_recipe.ac.mode == "full"
+    for count, layer in layers_of(s):
+        sums = summed_outputs(layer) * (3 if repeated else 2)
+        more += ring(s, "tensor parallelism", s.tokens * ranks * s.card.hidden_size * BF16, group) * (2 * sums * count)
+        exchanged = total(p.forward + p.backward + (p.repeated if repeated else NOTHING) for p in layer.parts)
+        of_context = sum(n for (what, _), n in exchanged.traffic.items() if what.startswith("CP"))
+        less += Cost({"nvlink_all_to_all": s.hardware.seconds("nvlink_all_to_all", of_context)}) * count
+    saved = sum(n for (what, _), n in total(timing.costs.values()).traffic.items() if what.endswith("layers"))
+    felt = s.hardware.constants.contention * s.hardware.seconds("nvlink_ring", saved * (1 - 1 / ranks))
+    was = sum(cost.total for cost in timing.costs.values())
+    seconds = was + laps * (more.total - less.total) - felt
+    sent = laps * sum(more.traffic.values()) / 1e9
+    note = f"sums {laps * more.total:.1f} s, for {laps * less.total:.1f} s of context and {felt:.1f} s of gathers"
+    return Alternative(f"tensor of {ranks}", seconds, 0.0, sent, sum(states(s).values()) / GIB, note)
+
+
+def summed_outputs(layer: Layer) -> int:
+    """Blocks of a layer whose output tensor parallelism has to add up: attention or states, and a dense MLP."""
+    names = [(part.name, part.block) for part in layer.parts]
+    return sum(name in ("output", "out") or (name, block) == ("down", "mlp") for name, block in names)
+
+
+def alternatives(hardware: Hardware, words: list[str], mean: int | None) -> Iterator[Alternative]:
+    plan = make_plan(compose(words))
+    work = workload_of(plan.config, mean)
+    timing = timing_of(hardware, plan, work)
+    s = Setting(hardware, plan.config, max(work.laps, key=sum))
+    yield today(timing, s)
+    for stages in STAGES:
+        if s.mesh.dp_shard % stages == 0 and s.card.num_hidden_layers >= stages:
+            yield pipeline(s, timing, work, stages)
+    for ranks in TENSOR:
+        if s.mesh.cp % ranks == 0:
+            yield tensor(s, timing, work, ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m prl.forecast.alternatives")
+    parser.add_argument("--completion-tokens", type=int)
+    parser.add_argument("--nic", type=float, default=1.0, help="share of its wire that a NIC reaches")
+    arguments, words = parser.parse_known_args()
+    hardware = load_hardware().scaled("nic", arguments.nic)
+    print("| layout | trainer's step, s | GB a GPU: NIC, NVLink | GiB | |\n|---|---|---|---|---|")
+    for a in alternatives(hardware, words, arguments.completion_tokens):
+        print(f"| {a.name} | {a.seconds:.0f} | {a.nic_gb:,.0f}, {a.nvlink_gb:,.0f} | {a.memory_gib:.0f} | {a.note} |")
+
+
+if __name__ == "__main__":
+    main()
