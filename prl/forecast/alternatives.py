@@ -3,7 +3,7 @@ tensor parallelism, which the trainer does not have, beside the one that it has.
 
 A pipeline of p stages: each holds its layers' weights gathered for the whole step, so that FSDP gathers and reduces
 once a step and not once a micro-batch; 1F1B, whose first stage waits for p - 1 micro-batches of one stage; a stage is
-as long as the longest, layers being whole. Every rank sees p times as many micro-batches. Sends of activations hide.
+as long as the longest, layers being whole. Rows are dealt to 1 / p of the data ranks. Sends of activations hide.
 
 Tensor parallelism of t ranks in the place of as many context ranks: attention and dense MLPs are split by heads and
 columns, whose outputs are added up over the group once forward, once backward and once where they are repeated, for all
@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prl.config.composing import compose
-from prl.forecast.cost import NOTHING, Cost, total
+from prl.forecast.cost import NIC, NOTHING, NVLINK, Cost, total
 from prl.forecast.forecast import Timing, timing_of
 from prl.forecast.hardware import Hardware, load_hardware
 from prl.forecast.layers import Layer, layers_of
-from prl.forecast.memory import GIB, states
+from prl.forecast.memory import GIB, peak_memory
 from prl.forecast.recipe import apply_recipe
 from prl.forecast.setting import BF16, FLOAT32, Setting
 from prl.forecast.sharding import Group, gathered, layer_units, reduced, ring
@@ -39,7 +39,7 @@ class Alternative:
     seconds: float  # of the trainer's step
     nic_gb: float  # that a GPU sends for weights and gradients, and between stages
     nvlink_gb: float
-    memory_gib: float  # states, weights and gradients that stay gathered, activations
+    memory_gib: float  # peak of a rank
     note: str
 
 
@@ -49,36 +49,59 @@ def step_of(timing: Timing, changed: float) -> float:
     return changed + sum(timing.costs[name].total for name in kept)
 
 
-def today(timing: Timing, s: Setting) -> Alternative:
-    moved = total(timing.costs.values()).traffic
-    fsdp = {key: n for key, n in moved.items() if "FSDP" in key[0]}
-    nic, near = (sum(n for (_, link), n in fsdp.items() if link == name) / 1e9 for name in ("NIC", "NVLink"))
-    return Alternative("FSDP, EP, CP", timing.trainer_s, nic, near, sum(states(s).values()) / GIB, "as built")
+def moved(cost: Cost, what: str) -> tuple[float, float]:
+    """GB over (NIC, NVLink) whose purpose begins so."""
+    found = {key: n for key, n in cost.traffic.items() if key[0].startswith(what)}
+    nic, nvlink = (sum(n for (_, link), n in found.items() if link == name) / 1e9 for name in (NIC, NVLINK))
+    return nic, nvlink
+
+
+def today(s: Setting, timing: Timing, work: Workload) -> Alternative:
+    shown = timing.costs["collectives and copies that show"].total
+    peak = peak_memory(s, len(work.laps)).total / GIB
+    gigabytes = moved(total(timing.costs.values()), "FSDP")
+    return Alternative("as built", timing.trainer_s, *gigabytes, peak, f"collectives show {shown:.1f} s")
 
 
 def pipeline(s: Setting, timing: Timing, work: Workload, stages: int) -> Alternative:
-    layers, laps = layers_of(s), len(work.laps)
-    recipes = [(count, apply_recipe(s, layer)) for count, layer in layers]
-    of_layers = sum(n * total((r.forward, r.repeated, r.backward)).total for n, r in recipes)
-    of_head, count = head(s).seconds, s.card.num_hidden_layers
-    stage = max(of_layers * math.ceil(count / stages) / count, (of_layers + of_head) / stages)
-    micro_batches = laps * stages
+    """work: rows dealt to the fewer data ranks that pipelines leave."""
+    rows = [stage_of(replace(s, lengths=row), stages) for row in work.laps]
+    stage, count = sum(seconds for seconds, _ in rows), len(rows)
+    bubble = (stages - 1) * stage / count
+    layers = layers_of(s)
     once = NOTHING
     for n, layer in layers:
         for what, weights, group in layer_units(s, layer):
             ranks = max(1, group.ranks // stages)
             smaller = Group(ranks, min(group.near, ranks))
             once += (gathered(s, what, weights, smaller) + reduced(s, what, weights, smaller)) * (n / stages)
-    sends = 2 * micro_batches * s.tokens * s.card.hidden_size * BF16
-    weights = sum(n * sum(size for _, size, _ in layer_units(s, layer)) for n, layer in layers) / stages
-    kept = sum(n * r.kept for n, r in recipes) * s.tokens
-    memory = sum(states(s).values()) + weights * (BF16 + FLOAT32) + kept
-    seconds = step_of(timing, (micro_batches + stages - 1) * stage + once.total)
-    bubble = (stages - 1) / (micro_batches + stages - 1)
-    uneven = stage * stages / (of_layers + of_head) - 1
-    nic, near = (sum(b for (_, link), b in once.traffic.items() if link == name) / 1e9 for name in ("NIC", "NVLink"))
-    note = f"bubble {bubble:.1%}, stages uneven by {uneven:.1%}, {micro_batches} micro-batches"
-    return Alternative(f"pipeline of {stages}", seconds, nic + sends / 1e9, near, memory / GIB, note)
+    nic, near = moved(once, "FSDP")
+    sends = 2 * s.card.hidden_size * BF16 * sum(sum(row) for row in work.laps) / s.mesh.cp
+    uneven = max(part for _, part in rows)
+    note = f"{count} micro-batches, bubble {bubble / (stage + bubble):.0%}, stages uneven by {uneven:.0%}"
+    seconds = step_of(timing, stage + bubble + once.total)
+    return Alternative(f"pipeline of {stages}", seconds, nic + sends / 1e9, near, staged_gib(s, stages), note)
+
+
+def stage_of(s: Setting, stages: int) -> tuple[float, float]:
+    """(seconds of the longest stage, forward and backward of one row; by what part it is longer than the mean)."""
+    recipes = [(n, apply_recipe(s, layer)) for n, layer in layers_of(s)]
+    of_layers = sum(n * total((r.forward, r.repeated, r.backward)).total for n, r in recipes)
+    of_head, count = head(s).seconds, s.card.num_hidden_layers
+    mean = (of_layers + of_head) / stages
+    longest = max(of_layers * math.ceil(count / stages) / count, mean)
+    return longest, longest / mean - 1
+
+
+def staged_gib(s: Setting, stages: int) -> float:
+    """Of a rank: as built, with the stage's weights gathered and their gradients whole in float32, and the inputs of as
+    many micro-batches as there are stages, each with 1 / stages of the layers.
+    """
+    peak = peak_memory(s)
+    weights = sum(n * sum(size for _, size, _ in layer_units(s, layer)) for n, layer in layers_of(s)) / stages
+    kept = sum(n * apply_recipe(s, layer).kept for n, layer in layers_of(s)) * s.tokens
+    rest = sum(n for name, n in peak.parts.items() if name not in ("gradients", "activations", "gathered layers"))
+    return (rest + weights * (BF16 + FLOAT32) + kept) / GIB
 
 
 def tensor(s: Setting, timing: Timing, work: Workload, ranks: int) -> Alternative:
@@ -98,7 +121,9 @@ def tensor(s: Setting, timing: Timing, work: Workload, ranks: int) -> Alternativ
     seconds = was + laps * (more.total - less.total) - felt
     sent = laps * sum(more.traffic.values()) / 1e9
     note = f"sums {laps * more.total:.1f} s, for {laps * less.total:.1f} s of context and {felt:.1f} s of gathers"
-    return Alternative(f"tensor of {ranks}", seconds, 0.0, sent, sum(states(s).values()) / GIB, note)
+    nic, nvlink = moved(total(timing.costs.values()), "FSDP")
+    peak = peak_memory(s, laps).total / GIB
+    return Alternative(f"tensor of {ranks}", seconds, nic, nvlink + sent, peak, note)
 
 
 def summed_outputs(layer: Layer) -> int:
@@ -112,10 +137,11 @@ def alternatives(hardware: Hardware, words: list[str], mean: int | None) -> Iter
     work = workload_of(plan.config, mean)
     timing = timing_of(hardware, plan, work)
     s = Setting(hardware, plan.config, max(work.laps, key=sum))
-    yield today(timing, s)
+    yield today(s, timing, work)
     for stages in STAGES:
         if s.mesh.dp_shard % stages == 0 and s.card.num_hidden_layers >= stages:
-            yield pipeline(s, timing, work, stages)
+            fewer = workload_of(plan.config, mean, ranks=s.mesh.data_ranks // stages)
+            yield pipeline(s, timing, fewer, stages)
     for ranks in TENSOR:
         if s.mesh.cp % ranks == 0:
             yield tensor(s, timing, work, ranks)
@@ -127,7 +153,7 @@ def main() -> None:
     parser.add_argument("--nic", type=float, default=1.0, help="share of its wire that a NIC reaches")
     arguments, words = parser.parse_known_args()
     hardware = load_hardware().scaled("nic", arguments.nic)
-    print("| layout | trainer's step, s | GB a GPU: NIC, NVLink | GiB | |\n|---|---|---|---|---|")
+    print("| layout | trainer's step, s | GB a GPU: NIC, NVLink | peak, GiB | |\n|---|---|---|---|---|")
     for a in alternatives(hardware, words, arguments.completion_tokens):
         print(f"| {a.name} | {a.seconds:.0f} | {a.nic_gb:,.0f}, {a.nvlink_gb:,.0f} | {a.memory_gib:.0f} | {a.note} |")
 

@@ -18,6 +18,7 @@ from prl.forecast.workload import Row, Workload, workload_of
 from prl.planning.run_plan import RunPlan
 
 STEP = 1.05  # by which a rate is changed for the sensitivity to it
+LEAST = 0.0005  # of a sensitivity that is told
 ROLLOUT_FACTOR = 2.0  # the interval of rollouts, either way: engines of this size were not measured
 NIC_SHARE = 0.6  # of its wire, to which the NIC may fall in the interval
 OVERLAPPED_SLOWDOWN = 2.0  # of a trainer on whose GPU an engine decodes (prl/inference/vllm/README.md)
@@ -66,14 +67,27 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """d ln(seconds) / d ln(rate): of the step, and of the two that it waits for, each alone."""
+
+    step: float
+    trainer: float
+    rollouts: float
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Forecast:
     plan: RunPlan
     hardware: Hardware
     work: Workload
     timing: Timing
     peak: Peak
-    interval: tuple[float, float]
-    sensitivity: dict[str, float]
+    interval: Interval  # of the step
+    trainer: Interval  # of the trainer's part alone
+    sensitivity: dict[str, Sensitivity]
 
     @property
     def traffic(self) -> dict[tuple[str, str], float]:
@@ -98,7 +112,7 @@ def forecast(hardware: Hardware, plan: RunPlan, mean: int | None = None, prompt:
         work,
         timing,
         peak_memory(heaviest, len(work.laps)),
-        interval_of(hardware, plan, work, timing),
+        *intervals_of(hardware, plan, work, timing),
         sensitivity_of(hardware, plan, work),
     )
 
@@ -134,22 +148,32 @@ def overlap_of(plan: RunPlan) -> str:
     return TURNS if config.algo.max_off_policy_steps == 0 else BESIDE
 
 
-def interval_of(hardware: Hardware, plan: RunPlan, work: Workload, timing: Timing) -> tuple[float, float]:
-    """The trainer's by the error of measured rows that were held out, its upper end with slower NICs; rollouts' by a
-    factor.
+def intervals_of(hardware: Hardware, plan: RunPlan, work: Workload, timing: Timing) -> tuple[Interval, Interval]:
+    """(of the step, of the trainer). The trainer's by the error of measured rows that were held out, its upper end with
+    slower NICs; rollouts' by a factor.
     """
     error = math.exp(hardware.constants.held_out_error)
     slow = timing_of(hardware.scaled("nic", NIC_SHARE), plan, work)
+    trainer = (timing.trainer_s / error, slow.trainer_s * error)
     bound = 0.0 if timing.rollouts is None else timing.rollouts.bound_s
-    low = timing.step_of(timing.trainer_s / error, timing.rollout_s / ROLLOUT_FACTOR, bound / ROLLOUT_FACTOR)
-    return low, timing.step_of(slow.trainer_s * error, slow.rollout_s * ROLLOUT_FACTOR, bound * ROLLOUT_FACTOR)
+    low = timing.step_of(trainer[0], timing.rollout_s / ROLLOUT_FACTOR, bound / ROLLOUT_FACTOR)
+    high = timing.step_of(trainer[1], slow.rollout_s * ROLLOUT_FACTOR, bound * ROLLOUT_FACTOR)
+    return (low, high), trainer
 
 
-def sensitivity_of(hardware: Hardware, plan: RunPlan, work: Workload) -> dict[str, float]:
-    """Rate -> d ln(step) / d ln(rate), the largest first; those without any influence are left out."""
+def sensitivity_of(hardware: Hardware, plan: RunPlan, work: Workload) -> dict[str, Sensitivity]:
+    """Rate -> what it changes, the largest first; rates without any influence are left out."""
+
+    def slope(fast: float, slow: float) -> float:
+        return math.log(fast / slow) / (2 * math.log(STEP)) if fast and slow else 0.0
+
     found = {}
     for name in hardware.rates:
-        fast, slow = (timing_of(hardware.scaled(name, f), plan, work).step_s for f in (STEP, 1 / STEP))
-        found[name] = math.log(fast / slow) / (2 * math.log(STEP))
-    ordered = sorted(found.items(), key=lambda item: item[1])
-    return {name: value for name, value in ordered if abs(value) >= 0.0005}
+        fast, slow = (timing_of(hardware.scaled(name, f), plan, work) for f in (STEP, 1 / STEP))
+        found[name] = Sensitivity(
+            slope(fast.step_s, slow.step_s),
+            slope(fast.trainer_s, slow.trainer_s),
+            slope(fast.rollout_s, slow.rollout_s),
+        )
+    ordered = sorted(found.items(), key=lambda item: (item[1].step, item[1].trainer + item[1].rollouts))
+    return {name: s for name, s in ordered if min(s.step, s.trainer, s.rollouts) <= -LEAST}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
-from prl.forecast.forecast import NIC_SHARE, ROLLOUT_FACTOR, Forecast
+from prl.forecast.forecast import LEAST, NIC_SHARE, ROLLOUT_FACTOR, Forecast
 from prl.forecast.memory import GIB
 
-MOST_RATES = 12
+MOST_RATES = 16
 
 
 def as_json(told: Forecast) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def as_json(told: Forecast) -> dict[str, Any]:
         "work_imbalance": told.work.imbalance,
         "seconds": {name: cost.total for name, cost in timing.costs.items()},
         "trainer_s": timing.trainer_s,
+        "trainer_interval_s": list(told.trainer),
         "rollouts": None if rollouts is None else {
             "seconds": rollouts.seconds,
             "longest_over_staleness_s": rollouts.bound_s,
@@ -38,7 +40,7 @@ def as_json(told: Forecast) -> dict[str, Any]:
         "tokens_per_s": told.tokens_per_s,
         "bytes_per_gpu": [{"what": what, "link": link, "bytes": n} for (what, link), n in told.traffic.items()],
         "peak": {"bytes": told.peak.total, "moment": told.peak.moment, "parts": told.peak.parts},
-        "sensitivity": told.sensitivity,
+        "sensitivity": {name: asdict(s) for name, s in told.sensitivity.items()},
         "rates": {
             name: {"kind": rate.kind, "unit": rate.unit, "from": rate.source}
             for name, rate in told.hardware.rates.items()
@@ -75,7 +77,8 @@ def _seconds(told: Forecast) -> list[str]:
     rows = [("phase of the trainer", "s", "share")]
     busy = max(timing.trainer_s, 1e-12)
     rows += [(name, _s(cost.total), f"{cost.total / busy:.1%}") for name, cost in timing.costs.items() if cost.total]
-    rows.append(("all, one after another", _s(timing.trainer_s), ""))
+    low, high = told.trainer
+    rows.append((f"all, one after another ({_s(low)} to {_s(high)})", _s(timing.trainer_s), ""))
     lines = _table(rows)
     if rollouts is not None:
         lines += [
@@ -101,9 +104,10 @@ def _peak(told: Forecast) -> list[str]:
 
 
 def _rates(told: Forecast) -> list[str]:
-    rows = [("rate", "d ln step / d ln rate", "the rate is")]
-    for name, value in list(told.sensitivity.items())[:MOST_RATES]:
-        rows.append((name, f"{value:.3f}", told.hardware.rates[name].kind))
+    rows = [("d ln seconds / d ln rate", "step", "trainer", "rollouts", "the rate is")]
+    for name, s in list(told.sensitivity.items())[:MOST_RATES]:
+        step, trainer, rollouts = (f"{v:.3f}" if abs(v) >= LEAST else "" for v in (s.step, s.trainer, s.rollouts))
+        rows.append((name, step, trainer, rollouts, told.hardware.rates[name].kind))
     return _table(rows)
 
 

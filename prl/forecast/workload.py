@@ -31,24 +31,29 @@ class Workload:
     told: tuple[str, ...]  # assumptions
 
 
-def workload_of(config: RunConfig, mean: int | None = None, prompt: int | None = None) -> Workload:
+def workload_of(
+    config: RunConfig, mean: int | None = None, prompt: int | None = None, ranks: int | None = None
+) -> Workload:
     """Of one optimizer step.
 
     Args:
         mean: tokens of a completion; None: each at its limit.
         prompt: tokens of a prompt; None: PROMPT_TOKENS, or what the context leaves.
+        ranks: data ranks among which rows are dealt; None: the trainer's.
     """
+    ranks = ranks or world_of(config).mesh.data_ranks
     if config.job == "rl":
-        return _rollouts(config, mean, prompt)
+        return _rollouts(config, mean, prompt, ranks)
     if config.job == "sft":
         assert config.sft is not None
-        return _packed(config, 0, (), [config.seq_len] * config.sft.batch_size, ("documents fill their rows",))
+        lengths = [config.seq_len] * config.sft.batch_size
+        return _packed(config, 0, (), lengths, ranks, ("documents fill their rows",))
     if config.job == "bench" and config.bench is not None and config.bench.target.startswith("trainer"):
         length = config.bench.doc_len
-        lengths = [length] if isinstance(length, int) else list(length)
+        documents = [length] if isinstance(length, int) else list(length)
         rows = config.bench.micro_batches
-        laps = (tuple(lengths),) * rows
-        return Workload(0, (), laps, sum(lengths) * rows * world_of(config).mesh.data_ranks, 1.0, ())
+        laps = (tuple(documents),) * rows
+        return Workload(0, (), laps, sum(documents) * rows * ranks, 1.0, ())
     raise UserError(
         "There is no trainer's step to forecast.",
         where=f"job {config.job}",
@@ -57,7 +62,7 @@ def workload_of(config: RunConfig, mean: int | None = None, prompt: int | None =
     )
 
 
-def _rollouts(config: RunConfig, mean: int | None, prompt: int | None) -> Workload:
+def _rollouts(config: RunConfig, mean: int | None, prompt: int | None, ranks: int) -> Workload:
     limit = min(config.inference.sampling.max_tokens, config.inference.max_model_len - 1, config.seq_len - 1)
     prompt = min(PROMPT_TOKENS, config.inference.max_model_len - limit) if prompt is None else prompt
     limit = max(1, min(limit, config.seq_len - prompt, config.inference.max_model_len - prompt))
@@ -78,7 +83,8 @@ def _rollouts(config: RunConfig, mean: int | None, prompt: int | None) -> Worklo
             f"completions: lognormal (sigma {SIGMA:g}), mean {mean:,}, longest {longest:,} of at most {limit:,} tokens"
         )
     told_prompt = f"prompts of {prompt:,} tokens, all of a batch's {count} rollouts trained"
-    return _packed(config, prompt, completions, [prompt + n for n in completions], (told, told_prompt))
+    lengths = [prompt + n for n in completions]
+    return _packed(config, prompt, completions, lengths, ranks, (told, told_prompt))
 
 
 def lognormal(mean: int, limit: int, count: int) -> tuple[int, ...]:
@@ -97,10 +103,14 @@ def lognormal(mean: int, limit: int, count: int) -> tuple[int, ...]:
 
 
 def _packed(
-    config: RunConfig, prompt: int, completions: tuple[int, ...], lengths: list[int], told: tuple[str, ...]
+    config: RunConfig,
+    prompt: int,
+    completions: tuple[int, ...],
+    lengths: list[int],
+    ranks: int,
+    told: tuple[str, ...],
 ) -> Workload:
     work: Callable[[int], float] = document_flops(config.model.card)
-    ranks = world_of(config).mesh.data_ranks
     packed = pack_laps(lengths, config.seq_len, ranks, work)
     costs = [work(length) for length in lengths]
     longest = [max(lap, key=lambda row: sum(costs[i] for i in row)) for lap in packed]
