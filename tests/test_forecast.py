@@ -66,6 +66,21 @@ def test_the_constants_are_those_that_the_fit_finds() -> None:
         assert getattr(found, name) == pytest.approx(getattr(hardware.constants, name), rel=0.1), name
 
 
+ALLOWED = r"prl\.(config|planning|forecast)\b|prl\.metrics\.mfu$|prl\.transport\.packing$"
+
+
+def test_it_imports_what_its_readme_lets_it_and_no_torch() -> None:
+    for module in ROOM.glob("*.py"):
+        for name in re.findall(r"^\s*(?:from|import) (prl[\w.]*)", module.read_text(), re.MULTILINE):
+            assert re.match(ALLOWED, name), f"{module.name} imports {name}"
+    code = (
+        "import sys; from prl.forecast.forecast import forecast; from prl.forecast.hardware import load_hardware\n"
+        "from prl.config.composing import compose; from prl.planning import make_plan\n"
+        "forecast(load_hardware(), make_plan(compose(['warm_start=none']))); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_every_rate_says_where_it_is_from() -> None:
     """And what is said to be measured names a README that is there."""
     for name, rate in load_hardware().rates.items():

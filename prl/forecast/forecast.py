@@ -11,7 +11,7 @@ from prl.forecast.hardware import Hardware
 from prl.forecast.memory import Peak, peak_memory
 from prl.forecast.optimizing import optimizer_step
 from prl.forecast.publishing import batches, publication
-from prl.forecast.rollout import Rollouts, rollouts_of
+from prl.forecast.rollout import Rollouts, in_turn, rollouts_of
 from prl.forecast.setting import Setting
 from prl.forecast.training import Pass, micro_batch
 from prl.forecast.workload import Row, Workload, workload_of
@@ -143,9 +143,9 @@ def overlap_of(plan: RunPlan) -> str:
     config = plan.config
     if config.job != "rl" or not plan.roles_of("inference"):
         return ALONE
-    if config.deployment.type == "colocated":
-        return TURNS if config.deployment.infer_memory_fraction is None else SHARED
-    return TURNS if config.algo.max_off_policy_steps == 0 else BESIDE
+    if in_turn(config):
+        return TURNS
+    return SHARED if config.deployment.type == "colocated" else BESIDE
 
 
 def intervals_of(hardware: Hardware, plan: RunPlan, work: Workload, timing: Timing) -> tuple[Interval, Interval]:

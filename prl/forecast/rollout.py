@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prl.config.schema import RunConfig
+from prl.config.world import takes_turns
 from prl.forecast.cost import NOTHING, Cost
 from prl.forecast.hardware import Hardware
 from prl.forecast.layers import Layer, layers_of, root_weights
@@ -59,10 +60,9 @@ def rollouts_of(hardware: Hardware, plan: RunPlan, work: Workload) -> Rollouts |
     prefilling = fleet_of(plan, ("both", "prefill"))
     assert prefilling is not None
     prompts = prefill(s, prefilling, work)
-    turns = plan.config.deployment.type == "colocated" or plan.config.algo.max_off_policy_steps == 0
     longest = max(work.completions) * step.total
     cost = step * steps
-    if turns and longest > cost.total:  # who is left runs alone, with no more of them to come
+    if in_turn(plan.config) and longest > cost.total:  # who is left runs alone, with no more of them to come
         cost = step * max(work.completions)
     apart = fleet_of(plan, ("prefill",)) is not None
     whole = (cost if cost.total >= prompts.total else prompts) if apart else cost + prompts
@@ -76,6 +76,11 @@ def rollouts_of(hardware: Hardware, plan: RunPlan, work: Workload) -> Rollouts |
         step.total,
         cache * sequences / decoding.dp / 2**30,
     )
+
+
+def in_turn(config: RunConfig) -> bool:
+    """Whether nothing is generated while the trainer works."""
+    return takes_turns(config) or config.algo.max_off_policy_steps == 0
 
 
 def fleet_of(plan: RunPlan, kinds: tuple[str, ...]) -> Fleet | None:
@@ -93,10 +98,11 @@ def at_once(s: Setting, fleet: Fleet, cache: float) -> tuple[float, str]:
     """Sequences of one engine at a time, and what limits them."""
     inference, algo = s.config.inference, s.config.algo
     room = s.hardware.memory_gib * 2**30 * engine_part(s.config) - weight_bytes(s, fleet) - WORKING_GIB * 2**30
+    ahead = 0 if in_turn(s.config) else algo.max_off_policy_steps
     limits = {
         "inference.max_num_seqs": float(inference.max_num_seqs * fleet.dp),
         "inference.max_concurrent_rollouts": inference.max_concurrent_rollouts / fleet.engines,
-        "algo.max_off_policy_steps": algo.batch_size * (algo.max_off_policy_steps + 1) / fleet.engines,
+        "algo.batch_size, algo.max_off_policy_steps": algo.batch_size * (ahead + 1) / fleet.engines,
         "memory for the cache": room / cache * fleet.dp if cache else float("inf"),
     }
     why = min(limits, key=limits.__getitem__)

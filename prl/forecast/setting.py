@@ -15,6 +15,7 @@ from prl.forecast.cost import NIC, NVLINK, Cost
 from prl.forecast.hardware import Hardware
 
 BF16, FLOAT32 = 2, 4  # bytes
+CUDNN_TOKENS = 2048  # of a document, from which cuDNN attends (prl/models/layers/packed_attention.py)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Setting:
         if asked == "flash_attention_4":
             return "fa4" if self.card.value_dim == self.card.head_dim == 128 else "flash"
         merges = self.mesh.cp > 1 and self.cp_style != "ulysses"
-        return "cudnn" if asked == "auto" and not merges else "flash"
+        return "cudnn" if asked == "auto" and not merges and self.length >= CUDNN_TOKENS else "flash"
 
     @property
     def adapters(self) -> tuple[str, ...]:
