@@ -151,6 +151,13 @@ def test_what_saves_memory(less: list[str], more: list[str]) -> None:
     assert peak_memory(bench("model=qwen3_4b", *less)).total < peak_memory(bench("model=qwen3_4b", *more)).total
 
 
+def test_what_does_not_fit_is_told() -> None:
+    told = plan("--forecast", "model=kimi_k2", "warm_start=none", "optim=adamw")
+    assert re.search(r"^too large +the trainer: a rank holds [\d,.]+ of 139.8 GiB$", told.stdout, re.MULTILINE)
+    assert re.search(r"^too large +engines: weights of [\d,.]+ GiB a GPU leave no room", told.stdout, re.MULTILINE)
+    assert "too large" not in plan("--forecast", "warm_start=none").stdout
+
+
 def test_completions_have_the_mean_that_was_asked_for() -> None:
     lengths = lognormal(2000, 8192, 256)
     assert sum(lengths) / 256 == pytest.approx(2000, rel=0.01)

@@ -43,7 +43,7 @@ def test_ranks_send_what_is_counted(name: str, tmp_path: Path) -> None:
         counted[" ".join(what.split()[:2]).rstrip(",")] += nbytes
     assert seen["all_gather"] == counted["FSDP gathers"]
     assert seen["reduce_scatter"] == counted["FSDP reductions"]
-    assert seen["heads"] == counted["CP heads"]
+    assert seen["heads"] == counted["CP, heads"]
     assert seen["tokens"] == pytest.approx(counted["EP dispatch"], rel=0.15)
 
 

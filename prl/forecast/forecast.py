@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prl.forecast.cost import NOTHING, Cost, total
 from prl.forecast.hardware import Hardware
-from prl.forecast.memory import Peak, peak_memory
+from prl.forecast.memory import GIB, Peak, peak_memory
 from prl.forecast.optimizing import optimizer_step
 from prl.forecast.publishing import batches, publication
 from prl.forecast.rollout import Rollouts, in_turn, rollouts_of
@@ -94,6 +94,17 @@ class Forecast:
         """(what, link) -> bytes that a trainer's GPU sends in a step; of batches, gets."""
         found = total(self.timing.costs.values()).traffic
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def too_large(self) -> list[str]:
+        """What does not fit a GPU; seconds are then of no use."""
+        memory, rollouts = self.hardware.memory_gib, self.timing.rollouts
+        told = []
+        if self.peak.total / GIB > memory:
+            told.append(f"the trainer: a rank holds {self.peak.total / GIB:,.1f} of {memory:g} GiB")
+        if rollouts is not None and not rollouts.fits:
+            told.append(f"engines: weights of {rollouts.weights_gib:,.1f} GiB a GPU leave no room for a cache")
+        return told
 
     @property
     def tokens_per_s(self) -> float:

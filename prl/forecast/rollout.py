@@ -30,6 +30,8 @@ class Rollouts:
     limited_by: str
     step_s: float  # of one decoding step
     cache_gib: float  # of the sequences at once, on a GPU
+    weights_gib: float  # on a GPU
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def rollouts_of(hardware: Hardware, plan: RunPlan, work: Workload) -> Rollouts |
         why,
         step.total,
         cache * sequences / decoding.dp / 2**30,
+        weight_bytes(s, decoding) / 2**30,
+        room_for_cache(s, decoding) > 0,
     )
 
 
@@ -97,7 +101,7 @@ def fleet_of(plan: RunPlan, kinds: tuple[str, ...]) -> Fleet | None:
 def at_once(s: Setting, fleet: Fleet, cache: float) -> tuple[float, str]:
     """Sequences of one engine at a time, and what limits them."""
     inference, algo = s.config.inference, s.config.algo
-    room = s.hardware.memory_gib * 2**30 * engine_part(s.config) - weight_bytes(s, fleet) - WORKING_GIB * 2**30
+    room = room_for_cache(s, fleet)
     ahead = 0 if in_turn(s.config) else algo.max_off_policy_steps
     limits = {
         "inference.max_num_seqs": float(inference.max_num_seqs * fleet.dp),
@@ -107,6 +111,11 @@ def at_once(s: Setting, fleet: Fleet, cache: float) -> tuple[float, str]:
     }
     why = min(limits, key=limits.__getitem__)
     return max(1.0, limits[why]), why
+
+
+def room_for_cache(s: Setting, fleet: Fleet) -> float:
+    """Bytes on a GPU."""
+    return s.hardware.memory_gib * 2**30 * engine_part(s.config) - weight_bytes(s, fleet) - WORKING_GIB * 2**30
 
 
 def engine_part(config: RunConfig) -> float:
