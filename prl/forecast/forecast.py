@@ -160,10 +160,10 @@ def overlap_of(plan: RunPlan) -> str:
 
 
 def intervals_of(hardware: Hardware, plan: RunPlan, work: Workload, timing: Timing) -> tuple[Interval, Interval]:
-    """(of the step, of the trainer). The trainer's by the error of measured rows that were held out, its upper end with
-    slower NICs; rollouts' by a factor.
+    """(of the step, of the trainer). The trainer's by the error of fits to other rows, its upper end with slower NICs;
+    rollouts' by a factor.
     """
-    error = math.exp(hardware.constants.held_out_error)
+    error = math.exp(hardware.constants.error)
     slow = timing_of(hardware.scaled("nic", NIC_SHARE), plan, work)
     trainer = (timing.trainer_s / error, slow.trainer_s * error)
     bound = 0.0 if timing.rollouts is None else timing.rollouts.bound_s

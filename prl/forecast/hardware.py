@@ -44,7 +44,7 @@ class Rate(BaseModel):
 
 
 class Constants(BaseModel):
-    """What `prl.forecast.validation --fit` finds on the rows that are marked for it, and nothing else."""
+    """What `prl.forecast.validation --fit` finds on the rows that are marked for it, and the error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +53,8 @@ class Constants(BaseModel):
     contention: float  # seconds that a hidden collective costs the work that hides it, over its bytes at nvlink_ring
     expert_wait: float  # seconds of exchanges between expert ranks over those of their bytes: the fullest rank's
     reserve_gib: float  # of a rank's peak, beside what is counted
-    held_out_error: float  # of 95 % of the rows that were not fitted, |ln(forecast / measured)| of tokens/s
+    # |ln(forecast / measured)| of a step's seconds, by which the interval is made: of `validation --draws=10` the worst
+    error: float
 
 
 class Hardware(BaseModel):

@@ -69,7 +69,7 @@ def _head(told: Forecast) -> list[str]:
         f"work        {told.work.tokens:,} tokens a step, {rows}, {uneven}",
         f"step        {_s(timing.step_s)} ({_s(low)} to {_s(high)}); {timing.overlap}; bound by {timing.bound_by}",
         f"tokens/s    {told.tokens_per_s:,.0f}, {told.tokens_per_s / mesh.world_size:,.0f} a GPU of the trainer",
-        "interval    the trainer's error on measured rows that were not fitted, and NICs down to"
+        "interval    the trainer's: the error of fits to other rows, all of one node, and NICs down to"
         f" {NIC_SHARE:.0%} of their wire; rollouts within a factor of {ROLLOUT_FACTOR:g}, which is a guess",
     ]
 

@@ -1,14 +1,16 @@
-"""`python -m prl.forecast.validation [--fit]`: the forecast of runs that were measured, beside what was measured.
+"""`python -m prl.forecast.validation [--fit | --draws=N]`: the forecast of runs that were measured, beside what was.
 
-The constants of the hardware card are found on a few rows; the error of the others is the forecast's error bar.
+The constants of the hardware card are found on a few rows. The error bar is that of the worst of ten fits to other
+rows, drawn at random: some of them have seen no expert parallelism, or a single GPU only.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import random
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -83,8 +85,13 @@ def compare(hardware: Hardware) -> list[Compared]:
 
 
 def held_out_error(compared: Iterable[Compared]) -> float:
-    """What COVERED of the rows that were not fitted do not exceed: |ln(forecast / measured)| of tokens/s."""
-    errors = sorted(abs(math.log(c.speed_ratio)) for c in compared if not c.row.fit)
+    """Of the rows that were not fitted."""
+    return error_of([c for c in compared if not c.row.fit])
+
+
+def error_of(compared: Iterable[Compared]) -> float:
+    """What COVERED of the rows do not exceed: |ln(forecast / measured)| of tokens/s."""
+    errors = sorted(abs(math.log(c.speed_ratio)) for c in compared)
     return errors[math.ceil(COVERED * len(errors)) - 1]
 
 
@@ -97,11 +104,10 @@ def spread(ratios: Iterable[float]) -> tuple[float, float]:
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-def fit(hardware: Hardware) -> Constants:
-    """Coordinate descent on the squared logarithms of the ratios of tokens/s, over the rows marked for it alone; then
-    the reserve, the median of what the peaks of these rows lack; then the error of all others.
+def fit(hardware: Hardware, fitted: Collection[Measured]) -> Constants:
+    """Coordinate descent on the squared logarithms of the ratios of tokens/s, over some rows alone; then the reserve,
+    the median of what their peaks lack.
     """
-    rows = [row for row in measured_rows() if row.fit]
     found = {name: getattr(hardware.constants, name) for name in FITTED}
 
     def with_(changes: Mapping[str, float]) -> Hardware:
@@ -109,7 +115,7 @@ def fit(hardware: Hardware) -> Constants:
 
     def misfit(values: Mapping[str, float]) -> float:
         card = with_(values)
-        return sum(math.log(forecast_row(card, row).speed_ratio) ** 2 for row in rows)
+        return sum(math.log(forecast_row(card, row).speed_ratio) ** 2 for row in fitted)
 
     best, factor = misfit(found), 1.3
     while factor > 1.003:
@@ -120,9 +126,23 @@ def fit(hardware: Hardware) -> Constants:
         else:
             factor = math.sqrt(factor)
     bare = with_({**found, "reserve_gib": 0.0})
-    peaks = [(forecast_row(bare, row).peak_gib, row.peak_gib) for row in rows]
+    peaks = [(forecast_row(bare, row).peak_gib, row.peak_gib) for row in fitted]
     found["reserve_gib"] = max(0.0, statistics.median(seen - counted for counted, seen in peaks if seen is not None))
-    return Constants(**found, held_out_error=held_out_error(compare(with_(found))))
+    return with_(found).constants
+
+
+def redrawn(hardware: Hardware, draws: int) -> Iterator[tuple[float, float]]:
+    """The same with as many rows drawn at random, from constants that say nothing: (geometric standard deviation of the
+    others' ratios about 1, what COVERED of them do not exceed) of each draw.
+    """
+    nothing = hardware.constants.model_copy(update=dict.fromkeys(FITTED, 1.0))
+    rows = measured_rows()
+    for draw in range(draws):
+        fitted = random.Random(draw).sample(rows, sum(row.fit for row in rows))
+        card = hardware.model_copy(update={"constants": nothing})
+        card = card.model_copy(update={"constants": fit(card, fitted)})
+        others = [forecast_row(card, row) for row in rows if row not in fitted]
+        yield spread(c.speed_ratio for c in others)[1], math.exp(error_of(others))
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -166,9 +186,15 @@ def summary(compared: Iterable[Compared]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m prl.forecast.validation")
     parser.add_argument("--fit", action="store_true", help="find the constants of the hardware card")
-    hardware = load_hardware()
-    if parser.parse_args().fit:
-        print("\n".join(f"  {name}: {value:.3g}" for name, value in fit(hardware).model_dump().items()))
+    parser.add_argument("--draws", type=int, default=0, help="fit to so many other choices of rows")
+    hardware, arguments = load_hardware(), parser.parse_args()
+    if arguments.fit:
+        found = fit(hardware, [row for row in measured_rows() if row.fit])
+        print("\n".join(f"  {name}: {getattr(found, name):.3g}" for name in (*FITTED, "reserve_gib")))
+        return
+    if arguments.draws:
+        for deviation, factor in redrawn(hardware, arguments.draws):
+            print(f"spread {deviation:.3f}, {COVERED:.0%} within a factor of {factor:.3f}", flush=True)
         return
     compared = compare(hardware)
     print("\n".join([*table(compared), "", *summary(compared)]))
