@@ -461,11 +461,11 @@ def test_truncated_sampling_keeps_the_mean_ratio_at_1(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_an_engine_that_dies_of_a_request_says_of_what(tmp_path: Path) -> None:
     """vLLM takes block-wise FP8 on a CPU, and its workers fail at the first product."""
-    args = [*SMALL, "inference=vllm", "inference.quantization=fp8_per_block", "model.dtype=bfloat16", *UNEVALUATED]
+    args = [*SMALL, "inference=vllm", "inference.quantization=fp8_per_block", "model.dtype=bfloat16"]
     ended = run([*args, f"output_dir={tmp_path}/run"], tmp_path, timeout_s=250)
     failure = json.loads((tmp_path / "run/status.json").read_text())["failure"]
     assert ended.code == 1, ended.output
-    assert failure["role"] == "inference", failure
+    assert failure["role"].startswith("inference"), failure
     assert re.search("vLLM's engine died: [A-Z][A-Za-z]+Error: .", failure["message"]), failure
 
 

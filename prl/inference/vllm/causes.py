@@ -37,7 +37,7 @@ def root_cause(begin: int | None) -> tuple[str, str] | None:
 
 
 def cause_of_death(error: Exception, begin: int | None) -> RuntimeError:
-    """`error`, by which vLLM says that its engine is dead and its log says why, with what the log says after `begin`."""
+    """`error`, by which vLLM says that its engine is dead and its log says why, with what that says after `begin`."""
     kind, message = root_cause(begin) or ("", "")
     return RuntimeError(f"vLLM's engine died: {kind}: {message}" if kind else str(error))
 
