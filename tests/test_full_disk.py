@@ -75,6 +75,18 @@ def test_shared_memory_passes_if_it_is_others_who_fill_it(tmp_path, monkeypatch,
     assert class_of(caught.value) == kind
 
 
+@pytest.mark.parametrize(("whole", "kind"), [(4096, "node"), (4 * 4096, "config")], ids=["full", "too small for all"])
+def test_shared_memory_must_hold_what_all_ranks_have(tmp_path, monkeypatch, whole, kind):
+    def full(*args):
+        raise FULL
+
+    monkeypatch.setattr(weights_shared.os, "posix_fallocate", full)
+    monkeypatch.setattr(weights_shared.os, "statvfs", lambda path: SimpleNamespace(f_blocks=2, f_frsize=4096))
+    with pytest.raises(UserError) as caught:
+        weights_shared._make_segment(tmp_path / "segment-1", 4096, 1, whole)
+    assert class_of(caught.value) == kind
+
+
 def test_a_disk_that_fills_while_a_checkpoint_is_written_may_pass(tmp_path: Path):
     assert class_of(full_disk_error(tmp_path, 3)) == "node"
 

@@ -251,6 +251,15 @@ def test_buckets_are_as_large_and_as_many_as_told(tmp_path, monkeypatch):
     assert options == {"num_buckets": 10, "timeout_s": 7.0, "bucket_bytes": 64 << 20, "verify": False}
 
 
+@pytest.mark.parametrize(
+    ("rendezvous", "address"), [("192.0.2.1:29500", "towards 192.0.2.1"), ("127.0.0.1:29500", "192.0.2.7")]
+)
+def test_a_rank_on_another_host_serves_its_weights_at_an_address_of_its_own(monkeypatch, rendezvous, address):
+    """And not at the first rank's, which no other host has."""
+    monkeypatch.setattr(publishing, "address_towards", lambda urls, own: f"towards {urls[0][7:-6]}")
+    assert publishing.own_address(rendezvous, "192.0.2.7") == address
+
+
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 QUICK = ["bench.doc_len=[20,12]", "bench.steps=2", "bench.warmup_steps=1"]

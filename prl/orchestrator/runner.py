@@ -200,9 +200,12 @@ class RolloutRunner:
         except NothingWorks:
             if failure.outcome != "infrastructure":
                 raise
+            deaths = self.engines.restarts
             await asyncio.sleep(DEATH_S)
-            if self.engines.any_serving.is_set():
+            if self.engines.any_serving.is_set() and self.engines.restarts == deaths:
                 raise
+            self.stats.failed_in_a_row.pop(begun.choice.env, None)  # that was one event
+            self.stats.slow_in_a_row.pop(begun.choice.env, None)
             return FailedRollout(failure.outcome, str(failure))
 
     def _fail(self, begun: _Begun, failure: RolloutFailed) -> Rollout | FailedRollout:

@@ -290,8 +290,8 @@ class NcclPublisher:
         self.spent += waiting
         while not self.store.check(list(waiting)) and not self.withdrawn.is_set():
             if time.monotonic() > deadline:
-                late = [name for key, name in waiting.items() if not self.store.check([key])]
-                self._raise_late("received", version, late, len(late))
+                if late := [name for key, name in waiting.items() if not self.store.check([key])]:
+                    self._raise_late("received", version, late, len(late))
             time.sleep(POLL_S)
 
     def _raise_late(self, what: str, version: int, names: list[str], count: int) -> NoReturn:

@@ -42,7 +42,9 @@ class SharedMemoryPublisher(Keeper):
         # a name of its own, so that a late engine finds its version or none
         self.path = segment_of(f"{self.prefix}-{version}", self.rank)
         begin = _aligned(len(self._head(np.zeros(len(self.shelf.parcels), dtype=np.uint32))))
-        buffer = _make_segment(self.path, begin + self.shelf.nbytes, version)
+        table = self.shelf.table
+        whole = int(table.nbytes(table.whole()).sum())
+        buffer = _make_segment(self.path, begin + self.shelf.nbytes, version, whole)
         sums = self.shelf.fill(buffer, self.kept(parts), begin)
         head = self._head(sums)
         buffer[: len(head)] = head
@@ -67,7 +69,8 @@ def segment_of(path: str, rank: int) -> Path:
     return Path(f"{path}-{rank}")
 
 
-def _make_segment(path: Path, size: int, version: int) -> mmap.mmap:
+def _make_segment(path: Path, size: int, version: int, whole: int) -> mmap.mmap:
+    """Of `size` bytes for this rank's part; `whole`: those of all ranks."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b") as file:
         try:
@@ -75,8 +78,9 @@ def _make_segment(path: Path, size: int, version: int) -> mmap.mmap:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             path.unlink()
-            raise _kind_of_shortage(path, size)(
-                f"{size} bytes of shared memory for weights version {version} are not to be had: {error}",
+            raise _kind_of_shortage(path, whole)(
+                f"{size} bytes of shared memory for weights version {version} are not to be had, of {whole} that all "
+                f"trainer ranks need: {error}",
                 where=str(path),
                 why="weight_transport=shared_memory holds a whole copy of the weights in /dev/shm",
                 fix="enlarge /dev/shm, or use weight_transport=filesystem",

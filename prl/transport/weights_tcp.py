@@ -129,6 +129,8 @@ class _Fetch:
             yield
         except OSError as error:
             raise OSError(f"from the trainer at {self.peer}: {error or type(error).__name__}") from error
+        except ValueError as error:
+            raise ValueError(f"from the trainer at {self.peer}: {error}") from error
 
     def read(self, count: int) -> bytes:
         return bytes(read_exactly(self.connection, bytearray(count)))
@@ -167,8 +169,12 @@ def receive_tcp(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str
         with ThreadPoolExecutor(THREADS, "weights") as pool:
             taking = [pool.submit(first.take, shelf, sums, into, verify)]
             taking += [pool.submit(take, *other) for other in json.loads(said)]
-            for taken in taking:
-                taken.result()
+            try:
+                for taken in taking:
+                    taken.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would only be waited for
+                raise
     except OSError as error:
         raise OSError(f"weights version {update_info['version']} {error}") from error
     for number, name in enumerate(into.table.names):

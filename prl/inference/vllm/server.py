@@ -254,8 +254,8 @@ async def watch(
     ctx: ChildContext, engine: AsyncLLMEngine, server: asyncio.Task[None], lease: Lease | None = None
 ) -> None:
     """Show life while the engine does: a question that its busy loop itself must answer. Raises when it is dead."""
+    alive_at = asked_at = log_end()
     probe = asyncio.create_task(engine.is_paused())
-    alive_at = log_end()
     while not ctx.stop_requested:
         if server.done():
             server.result()
@@ -268,7 +268,7 @@ async def watch(
             raise cause_of_death(error, alive_at) from error
         if probe.done():
             ctx.beat()
-            alive_at = log_end()
+            alive_at, asked_at = asked_at, log_end()
             probe = asyncio.create_task(engine.is_paused())
         if lease is not None:
             await lease.tick()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.models.adapters.peft import peft_config, peft_tensors
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.decoder import Decoder
@@ -48,13 +50,21 @@ def publisher_of(ctx: ChildContext, world: World) -> AnyPublisher:
             return None
         config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
         return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)
-    if not world.is_main:  # of its own host, as the first rank's reaches it
-        address = address_towards([f"http://{ctx.endpoints['rendezvous']}"], address)
+    if not world.is_main:
+        address = own_address(ctx.endpoints["rendezvous"], address)
     gather = gather_bytes if world.size > 1 else alone
     directory, segments = ctx.run_dir / "weights", Path(ctx.shared_memory)
     publisher = make_publisher(transport, directory, segments, address, world.rank, gather)
     meet()  # the directory is there
     return publisher
+
+
+def own_address(rendezvous: str, first: str) -> str:
+    """Of a rank that is not the first: of the interface by which it reaches the rendezvous, where that is on the
+    network and so perhaps on another host; on one host the `first` rank's.
+    """
+    url = f"http://{rendezvous}"
+    return first if urlsplit(url).hostname in LOOPBACK_HOSTS else address_towards([url], LOOPBACK_HOSTS[0])
 
 
 def _store_of_all(ctx: ChildContext, world: World, address: str) -> dist.TCPStore:

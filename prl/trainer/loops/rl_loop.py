@@ -204,7 +204,8 @@ class RLTrainer:
         self.await_announced()
         if isinstance(self.publisher, NcclPublisher):
             self.publisher.acknowledge()  # each rank sends, and the first has the store that they all use
-        meet()  # engines may still fetch from any rank
+        if self.config.weight_transport.type in ("nccl", "tcp"):
+            meet()  # engines may still fetch from any rank
         if self.world.is_main:
             self.client.say_done(step)
 
