@@ -430,14 +430,16 @@ def test_one_of_two_engines_that_dies_and_is_started_again_is_no_end_of_the_orch
     monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.5)
 
     def restarted(engine, pool):
-        asyncio.get_running_loop().call_later(0.3, lambda: setattr(pool, "restarts", pool.restarts + 1))
+        pool.restarts += 1
+        asyncio.get_running_loop().call_later(0.05, restarted, engine, pool)
 
     results, runner = results_of(renderer, Scripted(cancelled), tmp_path, count=MAX_FAILURES_IN_A_ROW, before=restarted)
     assert all(isinstance(result, FailedRollout) for result in results)
     assert not runner.stats.failed_in_a_row
 
 
-def test_a_slow_engine_is_not_the_environments_fault(renderer, tmp_path):
+def test_a_slow_engine_is_not_the_environments_fault(renderer, tmp_path, monkeypatch):
+    monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.1)
     with pytest.raises(NothingWorks, match=r"an engine was generating\..*too slow for so many") as caught:
         results_of(
             renderer, Scripted(never), tmp_path, count=MAX_FAILURES_IN_A_ROW, before=lambda engine, _: engine.go.clear()

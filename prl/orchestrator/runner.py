@@ -197,9 +197,9 @@ class RolloutRunner:
             return rollout
         try:
             return self._fail(begun, failure)
+        except EnvironmentBroken:
+            raise
         except NothingWorks:
-            if failure.outcome != "infrastructure":
-                raise
             deaths = self.engines.restarts
             await asyncio.sleep(DEATH_S)
             if self.engines.any_serving.is_set() and self.engines.restarts == deaths:

@@ -41,9 +41,7 @@ from prl.transport.boxes import (
 from prl.transport.flat import ALIGN, DTYPES
 from prl.transport.rounds import turns
 
-PARCEL_BYTES = (
-    16 << 20
-)  # checked at once, with what begins in it; besides the tensors an engine holds one for each rank
+PARCEL_BYTES = 16 << 20  # checked at once is what begins in so many bytes; an engine holds that much for each rank
 THREADS = min(8, os.cpu_count() or 1)
 LENGTHS = struct.Struct("<4Q")
 

@@ -289,9 +289,9 @@ class NcclPublisher:
         waiting |= {self._key(f"sent/{rank}"): f"trainer/{rank}" for rank in range(1, self.trainers)}
         self.spent += waiting
         while not self.store.check(list(waiting)) and not self.withdrawn.is_set():
-            if time.monotonic() > deadline:
-                if late := [name for key, name in waiting.items() if not self.store.check([key])]:
-                    self._raise_late("received", version, late, len(late))
+            is_late = time.monotonic() > deadline
+            if is_late and (late := [name for key, name in waiting.items() if not self.store.check([key])]):
+                self._raise_late("received", version, late, len(late))
             time.sleep(POLL_S)
 
     def _raise_late(self, what: str, version: int, names: list[str], count: int) -> NoReturn:
