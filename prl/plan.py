@@ -97,7 +97,10 @@ def refuse_with_forecast(arguments: argparse.Namespace) -> None:
 
     if arguments.emit or arguments.way not in (None, show_json):
         error = UserError(
-            "A forecast is printed alone.", where="--forecast", fix="leave --emit, --freeze and --commands out"
+            "A forecast is printed alone.",
+            where="--forecast",
+            why="nothing is frozen for it, and its tables or JSON are all that stands on standard output",
+            fix="leave --emit, --freeze and --commands out",
         )
         print(error.render(), file=sys.stderr)
         sys.exit(2)
@@ -160,7 +163,8 @@ def main() -> None:
             print(HELP, flush=True)
     if not arguments.emit and any(getattr(arguments, flag[2:]) for flag in site):
         parser.error(f"{', '.join(site)} belong to --emit=k8s or --emit=skypilot")
-    if not arguments.forecast and any(getattr(arguments, flag[2:].replace("-", "_")) for flag in of_forecast):
+    given = [flag for flag in of_forecast if getattr(arguments, flag[2:].replace("-", "_")) is not None]
+    if given and not arguments.forecast:
         parser.error(f"{', '.join(of_forecast)} belong to --forecast")
     if arguments.forecast:
         refuse_with_forecast(arguments)

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,19 @@ from prl.config.composing import compose
 from prl.config.errors import UserError
 from prl.config.locate import config_groups
 from prl.forecast import validation
+from prl.forecast.attention import attention_parts
+from prl.forecast.cost import total
 from prl.forecast.forecast import forecast
 from prl.forecast.hardware import load_hardware
 from prl.forecast.layers import layers_of, root_weights
-from prl.forecast.memory import peak_memory
+from prl.forecast.memory import GIB, moments, peak_memory, whole_gradients
+from prl.forecast.parts import moved_rows, parts_of_a_token
+from prl.forecast.report import render
+from prl.forecast.rollout import Fleet, cache_bytes, fleet_of, number_bytes, rollouts_of, room_for_cache
 from prl.forecast.setting import Setting
+from prl.forecast.sharding import Group, dense_group, expert_group
 from prl.forecast.training import micro_batch
-from prl.forecast.workload import lognormal
+from prl.forecast.workload import lognormal, workload_of
 from prl.planning import make_plan
 from prl.planning.model_size import parameter_count
 
@@ -191,12 +198,200 @@ def test_it_is_printed_as_tables_and_as_json() -> None:
     ("words", "told"),
     [
         (["--forecast", "--commands"], "printed alone"),
+        (["--forecast", "--commands"], "why:"),
         (["--hardware=h200_ib400"], "belong to --forecast"),
+        (["--completion-tokens=0"], "belong to --forecast"),
         (["--forecast", "--completion-tokens=100000"], "cannot have 100000 tokens"),
         (["--forecast", "-cn", "inference"], "no trainer's step"),
     ],
-    ids=["with commands", "without", "too long", "no trainer"],
+    ids=["with commands", "why", "without", "of nothing", "too long", "no trainer"],
 )
 def test_what_is_refused(words: list[str], told: str) -> None:
     done = plan(*words)
     assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+
+
+def test_alternatives_refuse_as_a_forecast_does() -> None:
+    words = ["-m", "prl.forecast.alternatives", "warm_start=none", "--completion-tokens=100000"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert (done.returncode, "cannot have 100000" in done.stderr, done.stdout) == (2, True, "")
+    assert "Traceback" not in done.stderr
+
+
+# --- what single keys change ------------------------------------------------------------------------------------------
+
+NODES = ["warm_start=none", "deployment=multi_node", "deployment.num_train_nodes=2", "deployment.num_infer_nodes=1",
+         "inference=vllm", "inference.tp=4", "weight_transport=nccl", "parallelism=fsdp",
+         "parallelism.dp_shard=auto", "optim=adamw"]  # fmt: skip
+
+
+def on_nodes(*overrides: str) -> Setting:
+    return Setting(load_hardware(), compose([*NODES, *overrides]), (1024,))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["parallelism.dp_shard=4"], ["parallelism.dp_shard=4", "parallelism.ep=2"], ["parallelism=hsdp2"]],
+    ids=["FSDP", "EP", "HSDP"],
+)
+def test_reductions_in_bfloat16_send_half(layout: list[str]) -> None:
+    words = ["model=qwen3_30b_a3b", "deployment.num_train_gpus=4", *layout]
+    wide, narrow = (bench(*words, f"parallelism.reduce_dtype={dtype}") for dtype in ("float32", "bfloat16"))
+    done = [micro_batch(s) for s in (wide, narrow)]
+    before, after = (total((d.forward, d.repeated, d.backward, d.exposed, d.hidden)).traffic for d in done)
+    reductions = [key for key in before if "reductions" in key[0]]
+    assert any(key[0].startswith("HSDP") for key in reductions) is ("hsdp2" in layout[0])
+    for key, nbytes in before.items():
+        assert after[key] == pytest.approx(nbytes / 2 if key in reductions else nbytes), key
+    layer = layers_of(wide)[0][1]
+    assert whole_gradients(narrow, layer) == pytest.approx(whole_gradients(wide, layer) * 4 / 6)
+
+
+def test_experts_that_are_whole_on_their_rank_are_reduced_in_float32() -> None:
+    s = bench("model=qwen3_30b_a3b", "deployment.num_train_gpus=4", "parallelism.dp_shard=4", "parallelism.ep=4",
+              "parallelism.reduce_dtype=bfloat16")  # fmt: skip
+    layer = layers_of(s)[0][1]
+    assert whole_gradients(s, layer) == layer.dense * 4 + layer.experts / 4 * 6
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize(("groups", "chosen"), [(1, 1), (4, 2), (4, 3)])
+def test_a_token_reaches_as_many_parts_as_all_choices_say(parts: int, groups: int, chosen: int) -> None:
+    card = compose(["model=tiny_qwen3_moe"]).model.card.model_copy(
+        update={"num_experts": 8, "num_experts_per_tok": 2, "n_group": groups, "topk_group": chosen}
+    )
+    seen = [
+        len({expert * parts // 8 for expert in drawn})
+        for kept in combinations(range(groups), chosen)
+        for drawn in combinations([expert for expert in range(8) if expert * groups // 8 in kept], 2)
+    ]
+    assert parts_of_a_token(card, parts) == pytest.approx(sum(seen) / len(seen))
+
+
+@pytest.mark.parametrize(
+    ("backend", "between", "inside"), [("torch", 107, 92), ("hierarchical", 32, 186), ("deepep", 32, 186)]
+)
+def test_rows_go_to_nodes_as_they_were_counted(backend: str, between: float, inside: float) -> None:
+    """KiB a token of Qwen3-235B over two nodes, in prl/trainer/README.md."""
+    words = ["model=qwen3_235b_a22b", "parallelism.ep=16", f"parallelism.ep_comm_backend={backend}"]
+    s = on_nodes(*words, "model.dtype=bfloat16", "deployment.device=cuda")
+    cost = moved_rows(s, s.card.hidden_size * 2) * 4  # there and back, forward and backward
+    found = {link: nbytes / 1024 for (_, link), nbytes in cost.traffic.items()}
+    assert found == pytest.approx({"NIC": between, "NVLink": inside}, rel=0.02)
+    alone = [
+        s.hardware.seconds(name, 1024 * found[link]) for name, link in (("nic", "NIC"), ("nvlink_all_to_all", "NVLink"))
+    ]
+    assert cost.total == pytest.approx(sum(alone) if backend == "hierarchical" else max(alone))
+
+
+def test_nodes_end_where_the_deployment_says() -> None:
+    s = on_nodes("model=qwen3_30b_a3b", "parallelism.ep=2", "deployment.gpus_per_node=4")
+    assert (dense_group(s), expert_group(s)) == (Group(8, 4), Group(4, 2))
+    assert s.exchange("all", 8e9, 8).traffic == {("all", "NVLink"): 3e9, ("all", "NIC"): 4e9}
+    assert dense_group(on_nodes("model=qwen3_30b_a3b", "deployment.gpus_per_node=16")) == Group(32, 8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gradients"),
+    [("optim_cpu_offload=full", 512 << 20), ("fsdp_cpu_offload=true", 0), ("optim_cpu_offload=true", None)],
+)
+def test_gradients_that_the_host_steps_are_not_on_the_device(recipe: str, gradients: int | None) -> None:
+    words = ["model=qwen3_4b", "memory_recipe.ac.mode=full", "memory_recipe.fused_lm_head_token_chunk_size=1024"]
+    s = bench(*words, f"memory_recipe.{recipe}")
+    whole = parameter_count(s.card) * 4
+    for laps in (1, 2):
+        for moment, parts in moments(s, laps > 1):
+            held = parts.get("gradients", 0)
+            assert held <= (whole if gradients is None else gradients) * 1.001, moment
+            assert gradients is None or not parts.get("moments")
+    assert peak_memory(s, 2).parts.get("gradients", 0) == pytest.approx(
+        whole if gradients is None else gradients, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "lengths", "told"),
+    [
+        ("rl", [], {"prompt": 0}, "Prompts cannot have 0 tokens"),
+        ("rl", [], {"prompt": -5}, "Prompts cannot have -5 tokens"),
+        ("rl", [], {"prompt": 256}, "leave 1 to 255"),
+        ("rl", ["inference.sampling.max_tokens=2"], {"mean": 3}, "--completion-tokens=1$"),
+        ("sft", [], {"prompt": 100}, "A step of sft has no rollouts"),
+        ("bench", [], {"mean": 0}, "A step of bench has no rollouts"),
+        ("bench", ["bench.target=stack"], {}, "where: bench.target=stack(.|\n)*do:    bench.target=trainer_rl"),
+        ("bench", ["bench.lengths=variable"], {}, "bench.lengths=fixed"),
+    ],
+    ids=["no prompt", "below", "no room", "fix", "sft", "bench", "stack", "variable"],
+)
+def test_what_there_is_no_workload_of(job: str, overrides: list[str], lengths: dict[str, int], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        workload_of(compose(["warm_start=none", *overrides] if job == "rl" else overrides, job), **lengths)
+
+
+def test_prompts_leave_a_short_context_its_completions() -> None:
+    words = ["warm_start=none", "seq_len=512", "inference.max_model_len=256", "inference.sampling.max_tokens=64"]
+    work = workload_of(compose(words))
+    assert (work.prompt, set(work.completions)) == (192, {64})
+
+
+def test_a_benchmarks_row_is_filled_with_its_documents() -> None:
+    work = workload_of(compose(["bench.doc_len=1024", "seq_len=4096"], "bench"))
+    assert work.laps == ((1024,) * 4,)
+
+
+def test_an_engine_beside_the_trainer_keeps_its_memory() -> None:
+    words = ["warm_start=none", "model=qwen3_4b", "optim=adamw", "memory=none", "deployment=colocated_overlapped",
+             "deployment.device=cuda", "inference=vllm"]  # fmt: skip
+    hardware = load_hardware()
+    told = forecast(hardware, make_plan(compose(words)))
+    assert told.memory_gib == pytest.approx(0.6 * hardware.memory_gib)
+    less = hardware.model_copy(update={"memory_gib": told.peak.total / GIB / 0.8})
+    assert any(text.startswith("the trainer") for text in forecast(less, told.plan).too_large)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "nbytes", "told"), [("null", 2, False), ("fp8_per_block", 1, False), ("awq", 2, True)]
+)
+def test_bytes_of_an_engines_weights(quantization: str, nbytes: int, told: bool) -> None:
+    config = compose(["warm_start=none", "inference=vllm", "deployment.device=cuda",
+                      f"inference.quantization={quantization}"])  # fmt: skip
+    assert number_bytes(config) == nbytes
+    assumed = forecast(load_hardware(), make_plan(config)).assumptions
+    assert any("inference.quantization=awq" in text for text in assumed) is told
+
+
+def test_a_forecast_of_sft_says_nothing_of_rollouts_and_that_its_rows_are_short() -> None:
+    text = render(forecast(load_hardware(), make_plan(compose([], "sft"))))
+    assert "rollouts within" not in text
+    assert "sends in a step" not in text
+    assert "bound by the host" in text
+    config = compose(["bench.doc_len=16384"], "bench")
+    assert "bound by the host" not in render(forecast(load_hardware(), make_plan(config)))
+
+
+def test_an_engine_needs_room_for_one_sequence() -> None:
+    plan = make_plan(compose(["warm_start=none", "model=qwen3_4b", "optim=adamw"]))
+    hardware, work = load_hardware(), workload_of(plan.config)
+    fleet = fleet_of(plan, ("both",))
+    assert fleet is not None
+    s = Setting(hardware, plan.config, work.laps[0])
+    cache = cache_bytes(s, fleet, work.prompt + sum(work.completions) / len(work.completions) / 2)
+    for part, fits in ((0.5, False), (1.5, True)):
+        spare = room_for_cache(s, fleet) - part * cache
+        rollouts = rollouts_of(
+            hardware.model_copy(update={"memory_gib": hardware.memory_gib - spare / GIB}), plan, work
+        )
+        assert rollouts is not None
+        assert rollouts.fits is fits
+
+
+def test_layers_that_share_a_choice_hold_and_gather_no_index_keys() -> None:
+    s = bench("model=glm_5_2", "deployment.num_train_gpus=2", "parallelism=cp2", "parallelism.cp_style=gather")
+    own, layers = len(set(s.card.choosing_layers)), s.card.num_hidden_layers
+    assert own < layers
+    assert cache_bytes(s, Fleet(1, 1, 1), 1000) == (layers * 576 + own * s.card.index_head_dim) * 2 * 1000
+    sent = [
+        total(p.forward for p in attention_parts(s, chooses)).traffic["CP, gathered latents", "NVLink"]
+        for chooses in (True, False)
+    ]
+    assert sent[1] / sent[0] == pytest.approx(576 / (576 + s.card.index_head_dim))

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from prl.config.composing import compose
+from prl.config.errors import UserError
 from prl.forecast.cost import NIC, NOTHING, NVLINK, Cost, total
 from prl.forecast.forecast import Timing, timing_of
 from prl.forecast.hardware import Hardware, load_hardware
@@ -106,7 +108,7 @@ def staged_gib(s: Setting, stages: int) -> float:
 
 def tensor(s: Setting, timing: Timing, work: Workload, ranks: int) -> Alternative:
     """Sums over the group, as a reduction and a gather of all its tokens."""
-    laps, group = len(work.laps), Group(ranks, min(ranks, s.hardware.gpus_per_node))
+    laps, group = len(work.laps), Group(ranks, min(ranks, s.node_ranks))
     more = less = NOTHING
     repeated = s.config.memory_recipe.ac.mode == "full"
     for count, layer in layers_of(s):
@@ -153,8 +155,13 @@ def main() -> None:
     parser.add_argument("--nic", type=float, default=1.0, help="share of its wire that a NIC reaches")
     arguments, words = parser.parse_known_args()
     hardware = load_hardware().scaled("nic", arguments.nic)
+    try:
+        found = list(alternatives(hardware, words, arguments.completion_tokens))
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
     print("| layout | trainer's step, s | GB a GPU: NIC, NVLink | peak, GiB | |\n|---|---|---|---|---|")
-    for a in alternatives(hardware, words, arguments.completion_tokens):
+    for a in found:
         print(f"| {a.name} | {a.seconds:.0f} | {a.nic_gb:,.0f}, {a.nvlink_gb:,.0f} | {a.memory_gib:.0f} | {a.note} |")
 
 

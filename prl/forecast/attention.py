@@ -92,7 +92,7 @@ def _sparse(s: Setting, chooses: bool) -> Iterator[Part]:
         yield _choice(s)
     flops = 2 * heads * (2 * rank + rope) * s.chosen_pairs
     kernel = (_kernel(s, "sparse_forward", flops), _kernel(s, "sparse_backward", 2.5 * flops))
-    gathered = context(s, 0, 0, rank + rope + card.index_head_dim)
+    gathered = context(s, 0, 0, rank + rope + (card.index_head_dim if chooses else 0))
     yield Part("attend", "attend", *join(kernel, gathered), kept=heads * (rank * BF16 + FLOAT32))
     values = s.matmul(n * heads, rank, card.v_head_dim)
     yield Part("values", "values", *values, kept=heads * card.v_head_dim * BF16)
@@ -154,7 +154,7 @@ def context(s: Setting, exchanged: float, passed: float, gathered: float = 0.0) 
         return heads_exchanged(s, exchanged)
     if s.cp_style == "ring":
         nbytes = passed * BF16 * n * (cp - 1)
-        link = NVLINK if cp <= s.hardware.gpus_per_node else NIC
+        link = NVLINK if cp <= s.node_ranks else NIC
         gradients = passed * FLOAT32 * n * cp
         return Cost({}, {("CP, ring", link): nbytes}), Cost({}, {("CP, ring", link): nbytes + gradients})
     cost = s.exchange("CP, gathered latents", gathered * BF16 * n * cp, cp)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prl.config.world import world_of
 from prl.forecast.cost import NOTHING, Cost, total
 from prl.forecast.hardware import Hardware
 from prl.forecast.memory import GIB, Peak, peak_memory
 from prl.forecast.optimizing import optimizer_step
 from prl.forecast.publishing import batches, publication
-from prl.forecast.rollout import Rollouts, in_turn, rollouts_of
+from prl.forecast.rollout import Rollouts, in_turn, number_bytes, rollouts_of
 from prl.forecast.setting import Setting
 from prl.forecast.training import Pass, micro_batch
 from prl.forecast.workload import Row, Workload, workload_of
@@ -21,6 +22,7 @@ STEP = 1.05  # by which a rate is changed for the sensitivity to it
 LEAST = 0.0005  # of a sensitivity that is told
 ROLLOUT_FACTOR = 2.0  # the interval of rollouts, either way: engines of this size were not measured
 NIC_SHARE = 0.6  # of its wire, to which the NIC may fall in the interval
+MEASURED_TOKENS = 16384  # of the shortest rows of measured.yaml
 OVERLAPPED_SLOWDOWN = 2.0  # of a trainer on whose GPU an engine decodes (prl/inference/vllm/README.md)
 BESIDE, TURNS, SHARED, ALONE = "rollouts run beside training", "in turn", "on the same GPUs at once", "no rollouts"
 
@@ -96,14 +98,37 @@ class Forecast:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
+    def assumptions(self) -> list[str]:
+        """Of the work, and where this point leaves what the rates were measured with."""
+        config, longest = self.plan.config, max(sum(row) for row in self.work.laps)
+        told = list(self.work.told)
+        if longest < MEASURED_TOKENS:
+            told.append(
+                f"rows of {longest:,} tokens at most keep the GPU busy; the shortest measured have {MEASURED_TOKENS:,},"
+                " and shorter ones take longer than is said here, for they are bound by the host"
+            )
+        quantized = config.inference.quantization
+        if self.timing.rollouts is not None and quantized is not None and not quantized.startswith("fp8"):
+            told.append(f"weights of inference.quantization={quantized} take {number_bytes(config)} bytes a number")
+        backend = config.parallelism.ep_comm_backend
+        if backend != "torch" and world_of(config).ep_nodes > 1:
+            told.append(f"ep_comm_backend={backend} over nodes: by its bytes, for it was never run on GPUs of several")
+        return told
+
+    @property
+    def memory_gib(self) -> float:
+        """Of a GPU, for the trainer: what an engine beside it leaves."""
+        return self.hardware.memory_gib * (1 - (world_of(self.plan.config).overlapping_part or 0.0))
+
+    @property
     def too_large(self) -> list[str]:
         """What does not fit a GPU; seconds are then of no use."""
-        memory, rollouts = self.hardware.memory_gib, self.timing.rollouts
+        memory, rollouts = self.memory_gib, self.timing.rollouts
         told = []
         if self.peak.total / GIB > memory:
-            told.append(f"the trainer: a rank holds {self.peak.total / GIB:,.1f} of {memory:g} GiB")
+            told.append(f"the trainer: a rank holds {self.peak.total / GIB:,.1f} of {memory:.5g} GiB")
         if rollouts is not None and not rollouts.fits:
-            told.append(f"engines: weights of {rollouts.weights_gib:,.1f} GiB a GPU leave no room for a cache")
+            told.append(f"engines: weights of {rollouts.weights_gib:,.1f} GiB a GPU leave no room for one sequence")
         return told
 
     @property

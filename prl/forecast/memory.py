@@ -6,6 +6,7 @@ sharded gradients of those behind it already. The head's backward comes before a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,13 +14,14 @@ from prl.forecast.layers import Layer, layers_in_order, root_weights
 from prl.forecast.optimizing import trained_parameters
 from prl.forecast.recipe import apply_recipe, offloaded
 from prl.forecast.setting import BF16, FLOAT32, Setting
-from prl.forecast.sharding import layer_units
+from prl.forecast.sharding import layer_units, reduced_bytes
 
 GIB = 2.0**30
 AUTO_CHUNK_TOKENS = 8192  # prl/trainer/head/head.py
 WHOLE_HEAD_KEPT = 18  # bytes a logit: bfloat16, and four times float32
 CHUNK_BYTES = 4  # logits of a chunk, and once more while they are computed
 OFFLOAD_BUCKETS = 3 * (512 << 20)  # moments on the device at once (prl/trainer/memory/optimizer_offload.py)
+GRADIENTS_LEAVING = 512 << 20  # gradients on their way to the host at once (same place)
 
 Bytes = dict[str, float]
 
@@ -47,7 +49,8 @@ def peak_memory(s: Setting, micro_batches: int = 1) -> Peak:
 def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
     """(when, bytes beside those of `states`)."""
     layers = layers_in_order(s)
-    all_gradients = trained_parameters(s)[0] * FLOAT32
+    most = most_gradients(s)
+    all_gradients = min(most, trained_parameters(s)[0] * FLOAT32)
     root = 0.0 if s.frozen else root_weights(s.card) * BF16
     resident = not s.config.parallelism.reshard_after_forward
     first_kept = len(layers) - offloaded(s.config.memory_recipe, len(layers))
@@ -67,15 +70,15 @@ def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
         layer, recipe = layers[i], recipes[id(layers[i])]
         inner = (recipe.whole - recipe.kept + largest(layer)) * s.tokens
         gathered = gathered_bytes(s, layer) + (gathered_bytes(s, layers[i - 1]) if i else 0.0)
-        gradients = 0.0 if s.frozen else gathered_bytes(s, layer) * (1 + FLOAT32 / BF16)
+        gradients = 0.0 if s.frozen else whole_gradients(s, layer)
         yield (
             f"layer {i}'s backward",
             {"activations": on_device[i], "layer in backward": inner, "gathered layers": whole or gathered,
              "its gradients": gradients, "gradients of root": root,
-             "gradients": all_gradients if has_gradients else behind},
+             "gradients": all_gradients if has_gradients else min(most, behind)},
         )  # fmt: skip
         behind += (layer.dense + layer.experts) * share
-    passing = moments_of(s) if s.config.memory_recipe.optim_cpu_offload else 0.0
+    passing = moments_of(s) if s.config.memory_recipe.optim_cpu_offload is True else 0.0
     yield "the optimizer's step", {"gradients": all_gradients, "moments": min(passing, OFFLOAD_BUCKETS)}
 
 
@@ -106,6 +109,19 @@ def largest(layer: Layer) -> float:
 
 def gathered_bytes(s: Setting, layer: Layer) -> float:
     return sum(size for _, size, _ in layer_units(s, layer)) * BF16
+
+
+def whole_gradients(s: Setting, layer: Layer) -> float:
+    """As backward makes them, and the copy that is reduced."""
+    return sum(size * (BF16 + reduced_bytes(s, group)) for _, size, group in layer_units(s, layer))
+
+
+def most_gradients(s: Setting) -> float:
+    """Bytes of reduced gradients that the device has at most: where the host steps, those that are on their way."""
+    recipe = s.config.memory_recipe
+    if recipe.fsdp_cpu_offload:
+        return 0.0
+    return GRADIENTS_LEAVING if recipe.optim_cpu_offload == "full" else math.inf
 
 
 def head_bytes(s: Setting) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import comb, prod
 
+from prl.config.schema import ModelCard
 from prl.forecast.cost import NOTHING, Cost
 from prl.forecast.setting import BF16, FLOAT32, Both, Setting
 
@@ -100,13 +102,26 @@ def expert_parts(s: Setting) -> Iterator[Part]:
 
 
 def dispatched(s: Setting, width: int) -> Both:
-    """Rows to the ranks of their experts, or back: each token once to every rank that holds any of its experts."""
+    """Rows to the ranks of their experts, or back."""
     if s.mesh.ep == 1:
         return NOTHING, NOTHING
-    nbytes = s.tokens * ranks_of_a_token(s) * width * BF16
-    cost = s.exchange("EP dispatch and combine", nbytes, s.mesh.ep)
+    cost = moved_rows(s, s.tokens * width * BF16)
     waited = Cost({name: t * s.hardware.constants.expert_wait for name, t in cost.seconds.items()}, cost.traffic)
     return waited, waited
+
+
+def moved_rows(s: Setting, nbytes: float) -> Cost:
+    """Tokens of so many bytes: each once to every rank that holds any of its experts. Beyond a node, `hierarchical` and
+    DeepEP send it once to every node that does, and from there to these ranks; the latter both at once.
+    """
+    what, ep, near = "EP dispatch and combine", s.mesh.ep, min(s.mesh.ep, s.node_ranks)
+    to_ranks = nbytes * parts_of_a_token(s.card, ep)
+    if near == ep or s.config.parallelism.ep_comm_backend == "torch":
+        return s.exchange(what, to_ranks, ep)
+    nodes = -(-ep // near)
+    to_nodes = nbytes * parts_of_a_token(s.card, nodes)
+    at_once = s.config.parallelism.ep_comm_backend == "deepep"
+    return s.over_links(what, to_ranks * (near - 1) / near, to_nodes * (nodes - 1) / nodes, at_once)
 
 
 def routed(s: Setting) -> Both:
@@ -117,17 +132,25 @@ def routed(s: Setting) -> Both:
     return cost, cost
 
 
-def ranks_of_a_token(s: Setting) -> float:
-    """On how many of the expert group's ranks a token's experts lie, if any choice is as likely as another; of routers
-    that choose groups first, within these.
+def parts_of_a_token(card: ModelCard, parts: int) -> float:
+    """In how many of so many equal parts of all experts (ranks, nodes) those of a token lie, if any choice is as likely
+    as another; of routers that choose groups first, within these. Approximate where neither number divides the other.
     """
-    card, ep = s.card, s.mesh.ep
-    part = card.topk_group / card.n_group
-    ranks, experts = max(1.0, ep * part), card.num_experts * part
-    nowhere = 1.0
-    for drawn in range(card.num_experts_per_tok):
-        nowhere *= max(0.0, experts - experts / ranks - drawn) / (experts - drawn)
-    return ranks * (1 - nowhere)
+    groups, chosen = card.n_group, card.topk_group
+    if parts >= groups:  # each of a group's parts holds as much of it
+        reached, experts = parts * chosen / groups, card.num_experts * chosen / groups
+        return reached * (1 - missed(experts, experts / reached, card.num_experts_per_tok))
+    each, size = groups // parts, card.num_experts / groups  # groups of a part, experts of a group
+    found = 0.0
+    for mine in range(1, min(each, chosen) + 1):
+        ways = comb(each, mine) * comb(groups - each, chosen - mine) / comb(groups, chosen)
+        found += ways * (1 - missed(chosen * size, mine * size, card.num_experts_per_tok))
+    return parts * found
+
+
+def missed(experts: float, held: float, drawn: int) -> float:
+    """How likely it is that of so many experts drawn none is among those held."""
+    return prod(max(0.0, experts - held - i) / (experts - i) for i in range(drawn))
 
 
 # --- state space ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def as_json(told: Forecast) -> dict[str, Any]:
     return {
         "point_id": told.plan.point_id,
         "hardware": told.hardware.name,
-        "assumptions": list(told.work.told),
+        "assumptions": told.assumptions,
         "too_large": told.too_large,
         "tokens_per_step": told.work.tokens,
         "micro_batches": len(told.work.laps),
@@ -51,9 +51,8 @@ def as_json(told: Forecast) -> dict[str, Any]:
 
 def render(told: Forecast) -> str:
     """The assumptions first, then what follows from them."""
-    return "\n\n".join(
-        "\n".join(part) for part in (_head(told), _seconds(told), _bytes(told), _peak(told), _rates(told))
-    )
+    parts = (_head(told), _seconds(told), _bytes(told), _peak(told), _rates(told))
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _head(told: Forecast) -> list[str]:
@@ -61,16 +60,17 @@ def _head(told: Forecast) -> list[str]:
     sizes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}, ep {mesh.ep}"
     rows = f"{len(told.work.laps)} micro-batch{'es' if len(told.work.laps) > 1 else ''} a rank"
     uneven = f"longest rows {told.work.imbalance:.2f} times the mean"
+    guessed = f"; rollouts within a factor of {ROLLOUT_FACTOR:g}, which is a guess" if timing.rollouts else ""
     return [
         f"point       {told.plan.point_id}, model {told.plan.config.model.name}, {sizes}",
         f"hardware    {told.hardware.about}",
-        *(f"assumed     {text}" for text in told.work.told),
+        *(f"assumed     {text}" for text in told.assumptions),
         *(f"too large   {text}" for text in told.too_large),
         f"work        {told.work.tokens:,} tokens a step, {rows}, {uneven}",
         f"step        {_s(timing.step_s)} ({_s(low)} to {_s(high)}); {timing.overlap}; bound by {timing.bound_by}",
         f"tokens/s    {told.tokens_per_s:,.0f}, {told.tokens_per_s / mesh.world_size:,.0f} a GPU of the trainer",
         "interval    the trainer's: the error of fits to other rows, all of one node, and NICs down to"
-        f" {NIC_SHARE:.0%} of their wire; rollouts within a factor of {ROLLOUT_FACTOR:g}, which is a guess",
+        f" {NIC_SHARE:.0%} of their wire{guessed}",
     ]
 
 
@@ -94,14 +94,14 @@ def _seconds(told: Forecast) -> list[str]:
 
 
 def _bytes(told: Forecast) -> list[str]:
-    rows = [("a trainer's GPU sends in a step", "over", "GB")]
-    return _table([*rows, *((what, link, f"{n / 1e9:,.3g}") for (what, link), n in told.traffic.items() if n)])
+    rows = [(what, link, f"{n / 1e9:,.3g}") for (what, link), n in told.traffic.items() if n]
+    return _table([("a trainer's GPU sends in a step", "over", "GB"), *rows]) if rows else []
 
 
 def _peak(told: Forecast) -> list[str]:
     rows = [(f"peak of a rank: {told.peak.moment}", "GiB")]
     parts = sorted(told.peak.parts.items(), key=lambda item: -item[1])
-    total = f"{told.peak.total / GIB:.1f} of {told.hardware.memory_gib:g}"
+    total = f"{told.peak.total / GIB:.1f} of {told.memory_gib:.5g}"
     return _table([*rows, *((name, f"{n / GIB:.2f}") for name, n in parts), ("all", total)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prl.config.schema import RunConfig
+from prl.config.schema import ModelCard, RunConfig
 from prl.config.world import takes_turns
 from prl.forecast.cost import NOTHING, Cost
 from prl.forecast.hardware import Hardware
@@ -31,7 +31,7 @@ class Rollouts:
     step_s: float  # of one decoding step
     cache_gib: float  # of the sequences at once, on a GPU
     weights_gib: float  # on a GPU
-    fits: bool
+    fits: bool  # weights, and the cache of one sequence at least
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def rollouts_of(hardware: Hardware, plan: RunPlan, work: Workload) -> Rollouts |
         step.total,
         cache * sequences / decoding.dp / 2**30,
         weight_bytes(s, decoding) / 2**30,
-        room_for_cache(s, decoding) > 0,
+        room_for_cache(s, decoding) >= cache,
     )
 
 
@@ -139,7 +139,7 @@ def held(s: Setting, fleet: Fleet) -> tuple[float, float]:
 
 
 def number_bytes(config: RunConfig) -> int:
-    return 1 if config.inference.quantization == "fp8" else BF16
+    return 1 if (config.inference.quantization or "").startswith("fp8") else BF16
 
 
 def cache_bytes(s: Setting, fleet: Fleet, context: float) -> float:
@@ -147,7 +147,14 @@ def cache_bytes(s: Setting, fleet: Fleet, context: float) -> float:
     card = s.card
     shared = 1 if card.kv_lora_rank else min(fleet.tp, card.num_key_value_heads)
     states = len(card.state_layers) * card.mamba_num_heads * card.mamba_head_dim * card.ssm_state_size * FLOAT32
-    return len(card.attention_layers) * card.cached_per_token * BF16 * context / shared + states / fleet.tp
+    shares = len(card.attention_layers) - index_layers(card) if card.index_topk else 0
+    numbers = len(card.attention_layers) * card.cached_per_token - shares * card.index_head_dim
+    return numbers * BF16 * context / shared + states / fleet.tp
+
+
+def index_layers(card: ModelCard) -> int:
+    """Layers with an indexer of their own, and so with its keys in their cache."""
+    return len(set(card.choosing_layers))
 
 
 def decode_step(s: Setting, fleet: Fleet, sequences: float, context: float) -> Cost:
@@ -158,7 +165,7 @@ def decode_step(s: Setting, fleet: Fleet, sequences: float, context: float) -> C
     seen = cache_bytes(s, fleet, context)
     if card.index_topk:  # of latents those chosen, of index keys all
         few = min(context, card.index_topk) * (card.kv_lora_rank + card.qk_rope_head_dim)
-        seen = card.num_hidden_layers * BF16 * (few + context * card.index_head_dim)
+        seen = BF16 * (card.num_hidden_layers * few + index_layers(card) * context * card.index_head_dim)
     nbytes = (dense + experts * touched) * number_bytes(s.config) + seen * mine
     flops = 2 * active_parameters(card) * sequences / fleet.devices
     reading = s.memory(nbytes)

@@ -35,6 +35,11 @@ class Setting:
         return world_of(self.config).mesh
 
     @cached_property
+    def node_ranks(self) -> int:
+        """Neighbouring ranks that NVLink joins: a node of the deployment, or of the hardware if that is smaller."""
+        return min(self.hardware.gpus_per_node, world_of(self.config).node_ranks)
+
+    @cached_property
     def cp_style(self) -> str:
         return context_style(self.config)
 
@@ -119,13 +124,19 @@ class Setting:
 
     def exchange(self, what: str, nbytes: float, ranks: int) -> Cost:
         """An all-to-all, in which a GPU sends so many bytes, its own part included, to `ranks` neighbouring ones."""
-        near = min(ranks, self.hardware.gpus_per_node)
+        near = min(ranks, self.node_ranks)
         inside, outside = nbytes * (near - 1) / ranks, nbytes * (ranks - near) / ranks
+        return self.over_links(what, inside, outside)
+
+    def over_links(self, what: str, inside: float, outside: float, at_once: bool = True) -> Cost:
+        """So many bytes that a GPU sends within its node and out of it: both at once, or one after the other."""
         times = {"nvlink_all_to_all": inside, "nic": outside}
         seconds = {name: self.hardware.seconds(name, size) for name, size in times.items()}
-        slower = max(seconds, key=seconds.__getitem__)  # both links at once
+        if at_once:
+            slower = max(seconds, key=seconds.__getitem__)
+            seconds = {slower: seconds[slower]}
         traffic = {(what, link): size for link, size in ((NVLINK, inside), (NIC, outside)) if size}
-        return Cost({slower: seconds[slower]}, traffic)
+        return Cost(seconds, traffic)
 
 
 Both = tuple[Cost, Cost]  # forward, backward

@@ -23,19 +23,19 @@ class Group:
 
 def dense_group(s: Setting) -> Group:
     ranks = s.mesh.fsdp_island
-    return Group(ranks, min(ranks, s.hardware.gpus_per_node))
+    return Group(ranks, min(ranks, s.node_ranks))
 
 
 def expert_group(s: Setting) -> Group:
     """The ranks with the same place in their expert groups, which are every ep-th."""
     ranks = s.mesh.fsdp_island // s.mesh.ep
-    return Group(ranks, min(ranks, max(1, s.hardware.gpus_per_node // s.mesh.ep)))
+    return Group(ranks, min(ranks, max(1, s.node_ranks // s.mesh.ep)))
 
 
 def replica_group(s: Setting) -> Group:
     """Those that hold the same shard of different replicas."""
     island = s.mesh.fsdp_island
-    return Group(s.mesh.dp_replicate, min(s.mesh.dp_replicate, max(1, s.hardware.gpus_per_node // island)))
+    return Group(s.mesh.dp_replicate, min(s.mesh.dp_replicate, max(1, s.node_ranks // island)))
 
 
 def ring(s: Setting, what: str, nbytes: float, group: Group) -> Cost:
@@ -58,14 +58,21 @@ def gathered(s: Setting, what: str, weights: float, group: Group) -> Cost:
 
 
 def reduced(s: Setting, what: str, weights: float, group: Group) -> Cost:
-    """Gradients copied together in float32, reduced, and over replicas added up."""
-    local = s.memory(weights * (BF16 + 2 * FLOAT32 + FLOAT32 / group.ranks))
-    cost = ring(s, f"FSDP reductions, {what}", weights * FLOAT32, group) + local
+    """Gradients copied together in `reduce_dtype`, reduced, and over replicas added up; a rank's share is float32."""
+    number = reduced_bytes(s, group)
+    local = s.memory(weights * (BF16 + 2 * number + FLOAT32 / group.ranks))
+    cost = ring(s, f"FSDP reductions, {what}", weights * number, group) + local
     replicas = replica_group(s)
     if replicas.ranks > 1:
-        share = weights * FLOAT32 / group.ranks
+        share = weights * number / group.ranks
         cost += ring(s, f"HSDP reductions, {what}", share, replicas) * 2
     return cost
+
+
+def reduced_bytes(s: Setting, group: Group) -> int:
+    """Of one number of a gradient on its way; what goes nowhere is not rounded (prl/trainer/parallelize.py)."""
+    travels = group.ranks * s.mesh.dp_replicate > 1
+    return BF16 if travels and s.config.parallelism.reduce_dtype == "bfloat16" else FLOAT32
 
 
 def layer_units(s: Setting, layer: Layer) -> list[tuple[str, float, Group]]:

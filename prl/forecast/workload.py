@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -44,16 +44,14 @@ def workload_of(
     ranks = ranks or world_of(config).mesh.data_ranks
     if config.job == "rl":
         return _rollouts(config, mean, prompt, ranks)
+    if config.job in ("sft", "bench"):
+        _refuse_lengths(config.job, {"--completion-tokens": mean, "--prompt-tokens": prompt})
     if config.job == "sft":
         assert config.sft is not None
         lengths = [config.seq_len] * config.sft.batch_size
         return _packed(config, 0, (), lengths, ranks, ("documents fill their rows",))
-    if config.job == "bench" and config.bench is not None and config.bench.target.startswith("trainer"):
-        length = config.bench.doc_len
-        documents = [length] if isinstance(length, int) else list(length)
-        rows = config.bench.micro_batches
-        laps = (tuple(documents),) * rows
-        return Workload(0, (), laps, sum(documents) * rows * ranks, 1.0, ())
+    if config.job == "bench":
+        return _made_up(config, ranks)
     raise UserError(
         "There is no trainer's step to forecast.",
         where=f"job {config.job}",
@@ -62,17 +60,60 @@ def workload_of(
     )
 
 
+def _refuse_lengths(job: str, given: Mapping[str, int | None]) -> None:
+    """Of rollouts, for a job without any."""
+    for flag, value in given.items():
+        if value is not None:
+            raise UserError(
+                f"A step of {job} has no rollouts.",
+                where=f"{flag}={value}",
+                why="it says how long those of RL are",
+                fix=f"leave {flag} out",
+            )
+
+
+def _made_up(config: RunConfig, ranks: int) -> Workload:
+    """As prl/bench/rows.py makes them."""
+    bench = config.bench
+    assert bench is not None
+    if not bench.target.startswith("trainer"):
+        raise UserError(
+            "There is no trainer's step to forecast.",
+            where=f"bench.target={bench.target}",
+            why="a forecast is of the optimizer steps of prl's own trainer",
+            fix="bench.target=trainer_rl",
+        )
+    if bench.lengths == "variable" and isinstance(bench.doc_len, int):
+        raise UserError(
+            "Documents of lengths drawn at random cannot be forecast.",
+            where="bench.lengths=variable",
+            why="which lengths a row has is known to the benchmark that draws them",
+            fix=f"bench.lengths=fixed, or bench.doc_len=[{bench.doc_len},{max(1, bench.doc_len // 2)}]",
+        )
+    length = bench.doc_len
+    row = (length,) * max(1, config.seq_len // length) if isinstance(length, int) else tuple(length)
+    return Workload(0, (), (row,) * bench.micro_batches, sum(row) * bench.micro_batches * ranks, 1.0, ())
+
+
 def _rollouts(config: RunConfig, mean: int | None, prompt: int | None, ranks: int) -> Workload:
     limit = min(config.inference.sampling.max_tokens, config.inference.max_model_len - 1, config.seq_len - 1)
-    prompt = min(PROMPT_TOKENS, config.inference.max_model_len - limit) if prompt is None else prompt
-    limit = max(1, min(limit, config.seq_len - prompt, config.inference.max_model_len - prompt))
+    context = min(config.inference.max_model_len, config.seq_len)
+    prompt = min(PROMPT_TOKENS, context - limit) if prompt is None else prompt
+    if not 0 < prompt < context:
+        raise UserError(
+            f"Prompts cannot have {prompt} tokens.",
+            where=f"--prompt-tokens={prompt}",
+            why=f"seq_len and inference.max_model_len leave 1 to {context - 1}, and a token for a completion",
+            fix=f"--prompt-tokens={max(1, min(PROMPT_TOKENS, context // 2))}",
+        )
+    limit = min(limit, context - prompt)
     count = config.algo.batch_size
     if mean is not None and not 0 < mean <= limit:
         raise UserError(
             f"Completions cannot have {mean} tokens on average.",
             where=f"--completion-tokens={mean}",
             why=f"prompts of {prompt}, inference.sampling.max_tokens, max_model_len and seq_len leave 1 to {limit}",
-            fix=f"--completion-tokens={limit // 4}",
+            fix=f"--completion-tokens={max(1, limit // 4)}",
         )
     if mean is None:
         completions, told = (limit,) * count, f"every completion has {limit:,} tokens, the limit"
