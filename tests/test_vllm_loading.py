@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,14 @@ def vllm_models(path: Path, dtype: str = "float32") -> Iterator[Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    args = EngineArgs(model=str(path), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
+    latent = json.loads((path / "config.json").read_text()).get("kv_lora_rank")
+    args = EngineArgs(
+        model=str(path),
+        dtype=dtype,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        attention_backend="CPU_MLA" if latent else None,  # as engines are started here, on CPUs with AMX too
+    )
     config = args.create_engine_config()
     config.compilation_config.static_forward_context.clear()
 
