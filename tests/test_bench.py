@@ -12,9 +12,11 @@ import runs
 from prl.bench.measurement import PHASES, summarise_ranks
 from prl.bench.profile import _account_intervals, covered, group_of
 from prl.bench.rows import document_lengths, make_rows
+from prl.bench.trl import single_turn
 from prl.config import compose
-from prl.config.errors import ConfigError
+from prl.config.errors import ConfigError, UserError
 from prl.config.schema import BenchConfig
+from prl.envs.reverse_text import ReverseText
 
 QUICK = ["bench.warmup_steps=1", "bench.steps=2", "debug.num_threads=1"]
 
@@ -124,6 +126,32 @@ def test_stack(tmp_path):
     assert 0 <= result["trainer_waits_for_batch_share"] < 1
 
 
+@pytest.mark.slow
+def test_trl_learns_the_same_task_from_the_same_start(tmp_path):
+    small = [o for o in runs.SMALL if not o.startswith(("warm_start", "eval"))]
+    start = ["warm_start=reverse_text", "warm_start.max_steps=2"]
+    evaluated = ["eval=default", "eval.interval=2", "eval.num_tasks=8"]
+    result = bench(tmp_path / "trl", "bench.target=trl", *small, *start, *evaluated)
+    assert result["steps"] == 2
+    assert 0 < result["step_s_min"] <= result["step_s"] <= result["step_s_max"]
+    assert result["tokens_per_s"] > 0
+    assert [step for step, _, _ in result["held_out"]] == [0, 2, 3]
+    seconds = [seconds for _, seconds, _ in result["held_out"]]
+    assert seconds[0] == 0 < seconds[1] < seconds[2]
+    ours = bench(tmp_path / "ours", "bench.target=stack", *small, *start, *evaluated)
+    assert [step for step, _, _ in ours["held_out"]] == [0, 2, 3]
+    assert all(0 <= reward <= 1 for _, _, reward in result["held_out"] + ours["held_out"])
+
+
+def test_trl_is_asked_for_one_turn():
+    mix = compose(["env=alphabet_sort"]).env.mix
+    with pytest.raises(UserError, match="one turn"):
+        single_turn(mix)
+    with pytest.raises(UserError, match="one environment"):
+        single_turn(compose(["env=[reverse_text,countdown]"]).env.mix)
+    assert isinstance(single_turn(compose([]).env.mix), ReverseText)
+
+
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
@@ -131,6 +159,9 @@ def test_stack(tmp_path):
         (["bench.doc_len=[64,32]", "bench.lengths=variable"], "bench.doc_len=64"),
         (["bench.target=transformers", "parallelism=fsdp"], "parallelism=single"),
         (["bench.target=transformers", "memory=lora"], "memory=none"),
+        (["bench.target=trl", "optim=muon"], "optim=adamw"),
+        (["bench.target=trl", "parallelism=fsdp"], "parallelism=single"),
+        (["warm_start=auto"], "warm_start=none"),
         (["bench.target=transformers", "memory_recipe.compile=true"], "memory=none"),
         (["bench.target=transformers", "optim=muon"], "optim=adamw"),
         (["bench.target=transformers", "model.fp8=emulated"], "model.fp8=none"),

@@ -24,6 +24,7 @@ from prl.runtime.directory.status_file import StatusFile, read_status
 from prl.runtime.launch import run as run_tree
 from prl.runtime.process.failures import Failure
 from prl.runtime.process.signals import STOP_SIGNALS, StopSignals
+from prl.runtime.supervisor import ENTRIES as ROLES
 
 RAW_RESULT = "bench.json"  # in the run directory: what the measuring process found
 RESULT = "result.json"  # beside it: the same with what was measured, and where
@@ -32,6 +33,7 @@ ENTRIES = {
     "trainer_rl": "prl.bench.trainer:main",
     "trainer_sft": "prl.bench.trainer:main",
     "transformers": "prl.bench.baseline:main",
+    "trl": "prl.bench.trl:main",
 }
 
 
@@ -46,7 +48,7 @@ def run(config: RunConfig, signals: StopSignals | None = None, own_job: bool = F
     config = config.model_copy(update={"output_dir": config.output_dir or _fresh_dir(config.name)})
     if target in ENTRIES:
         run_dir = _directory(config)
-        code = run_tree(config, {"trainer": ENTRIES[target]}, signals, own_job)
+        code = run_tree(config, {**ROLES, "trainer": ENTRIES[target]}, signals, own_job)
         if code == 0:
             _publish(config, json.loads((run_dir / RAW_RESULT).read_text()), run_dir)
         return code

@@ -7,6 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from prl.config.schema_jobs import WHOLE_RUNS
+from prl.runtime.people.report import is_number
+
 WIDTH = 140  # characters, where the output is no terminal
 GIB = 2**30
 
@@ -37,19 +40,31 @@ def headline(document: dict[str, Any]) -> list[str]:
     return [
         f"{document['target']}: {config['model']['name']}, {config['model']['dtype']}, fp8 {config['model']['fp8']}, "
         f"attn {config['model']['attn']}; {', '.join(f'{k} {v}' for k, v in choices.items())}",
-        f"rows of {config['seq_len']} tokens in documents of {config['bench']['doc_len']} "
-        f"({config['bench']['lengths']}), {config['bench']['micro_batches']} per rank and step; "
-        f"{config['bench']['warmup_steps']} warm-up and {config['bench']['steps']} measured steps",
+        _work(document["target"], config),
         f"{device}, torch {environment['packages'].get('torch')}, CUDA {environment['cuda']}, git {environment['git']}",
     ]
+
+
+def _work(target: str, config: dict[str, Any]) -> str:
+    bench = config["bench"]
+    steps = f"{bench['warmup_steps']} warm-up and {bench['steps']} measured steps"
+    if target in WHOLE_RUNS:
+        algo = config["algo"]
+        return f"{algo['batch_size']} rollouts a step in groups of {algo['group_size']}; {steps}"
+    return (
+        f"rows of {config['seq_len']} tokens in documents of {bench['doc_len']} "
+        f"({bench['lengths']}), {bench['micro_batches']} per rank and step; {steps}"
+    )
 
 
 def lines_of(target: str, result: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, value) pairs of the main table."""
     if target == "inference":
         return [("peak memory", f"{result['peak_allocated_bytes'] / GIB:.2f} GiB allocated")]
-    if target == "stack":
-        return [(name.replace("_", " "), f"{value:,.4g}") for name, value in result.items() if name != "per_step"]
+    if target in WHOLE_RUNS:
+        numbers = [(name.replace("_", " "), f"{value:,.4g}") for name, value in result.items() if is_number(value)]
+        curve = ", ".join(f"{reward:.3f} ({step}: {seconds:.1f} s)" for step, seconds, reward in result["held_out"])
+        return numbers + ([("held-out reward (step)", curve)] if curve else [])
     lines = [
         ("tokens/s per GPU", f"{result['tokens_per_s_per_gpu']:,.0f} useful"),
         ("", f"{result['padded_tokens_per_s_per_gpu']:,.0f} with padding"),

@@ -16,6 +16,7 @@ def summarise_run(run_dir: Path, warmup_steps: int) -> dict[str, Any]:
     no medians of the steps' own rates.
     """
     rows = merge_rows(read_rows(run_dir, "orchestrator"), rename(read_rows(run_dir, "trainer/0")))
+    held_out = held_out_rewards(rows)
     rows = [row for row in rows if row["step"] > warmup_steps and "trainer_step_s" in row]
     wall_s = rows[-1]["trainer_time"] - (rows[0]["trainer_time"] - rows[0]["trainer_step_s"])
 
@@ -35,8 +36,16 @@ def summarise_run(run_dir: Path, warmup_steps: int) -> dict[str, Any]:
         "overlap": total("overlap") / len(rows),
         "mfu_while_busy": total("trainer_mfu") / len(rows),
         "peak_memory_bytes": max(row["trainer_peak_memory_bytes"] for row in rows),
+        "held_out": held_out,
         "per_step": rows,
     }
+
+
+def held_out_rewards(rows: list[Row]) -> list[tuple[int, float, float]]:
+    """(step, seconds from the beginning of the first step until it was evaluated, reward)."""
+    first = next(row for row in rows if "trainer_step_s" in row)
+    began = first["trainer_time"] - first["trainer_step_s"]
+    return [(row["step"], max(0.0, row["time"] - began), row["eval/reward"]) for row in rows if "eval/reward" in row]
 
 
 def rename(rows: list[Row]) -> list[Row]:

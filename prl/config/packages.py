@@ -107,6 +107,7 @@ DATASETS = Package(
 )
 MATH_VERIFY = Package("math-verify", "math_verify", ("math-verify",), "env=hf_math", _extra("math"), extra="math")
 VERIFIERS = Package("verifiers", "verifiers", ("verifiers",), "env=verifiers", _extra("verifiers"), extra="verifiers")
+TRL = Package("TRL", "trl", ("trl",), "bench.target=trl", _extra("trl"), extra="trl")
 OPTUNA = Package(
     "hydra-optuna-sweeper",
     "hydra_plugins.hydra_optuna_sweeper",
@@ -127,5 +128,6 @@ PACKAGES = (
     DATASETS,
     MATH_VERIFY,
     VERIFIERS,
+    TRL,
     OPTUNA,
 )

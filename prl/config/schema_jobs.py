@@ -78,16 +78,19 @@ class WarmStartConfig(SftConfig):
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 
+WHOLE_RUNS = ("stack", "trl")  # targets that train from a checkpoint with rollouts of their own
+
+
 class BenchConfig(Group):
     """Group `bench`: what `prl.bench` measures, and on which made-up data."""
 
-    target: Literal["trainer_rl", "trainer_sft", "inference", "stack", "transformers"] = "trainer_rl"
+    target: Literal["trainer_rl", "trainer_sft", "inference", "stack", "transformers", "trl"] = "trainer_rl"
     doc_len: Positive | tuple[Positive, ...] = 1024  # tokens of a document, or of each document of a row
     lengths: Literal["fixed", "variable"] = "fixed"  # variable: uniform from doc_len / 8 to doc_len
     micro_batches: Positive = 1  # packed rows per data rank and step
     warmup_steps: NonNegative = 2
     steps: Positive = 5  # measured ones
-    random_weights: bool = True  # drawn in place; false: those of model.path (stack always takes these)
+    random_weights: bool = True  # drawn in place; false: those of model.path (stack and trl always take these)
     baseline_checkpointing: bool = True  # transformers: gradient checkpointing
     profile: bool = False  # one more step under torch.profiler: where the time goes
     output_json: Place | None = None

@@ -15,6 +15,7 @@ from prl.config.packages import (
     MOONCAKE,
     NIXL,
     ROUTER,
+    TRL,
     VERIFIERS,
     VLLM,
     Package,
@@ -60,6 +61,8 @@ def _data_packages(config: RunConfig) -> Iterator[tuple[Package, str]]:
         yield MATH_VERIFY, "env=hf_math"
     if "verifiers" in ids:
         yield VERIFIERS, "env=verifiers"
+    if config.bench is not None and config.bench.target == "trl":
+        yield TRL, "bench.target=trl"
     sft = config.sft or config.warm_start
     if sft is not None and is_hub_data(sft.data.source):
         yield DATASETS, f"sft.data.source={sft.data.source}"

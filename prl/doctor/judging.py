@@ -16,6 +16,7 @@ from prl.config.packages import (
     NIXL,
     OPTUNA,
     ROUTER,
+    TRL,
     VERIFIERS,
     VLLM,
     VLLM_VERSIONS,
@@ -27,6 +28,7 @@ from prl.doctor.needs import Needs
 
 PURPOSE_OF: dict[str, Purpose] = {
     **{p.module: "train" for p in (FLASH_ATTENTION_4, FLASH_ATTENTION_3, DEEP_GEMM, DATASETS, MATH_VERIFY, VERIFIERS)},
+    TRL.module: "train",
     **{p.module: "infer" for p in (VLLM, NIXL, ROUTER, MOONCAKE)},
     DEEP_EP.module: "scale",
     OPTUNA.module: "cluster",

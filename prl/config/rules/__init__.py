@@ -129,8 +129,9 @@ EVAL_RULES: tuple[Rule, ...] = (
 BENCH_RULES: tuple[Rule, ...] = (
     bench.documents_fit_the_row,
     bench.variable_lengths_have_one_maximum,
-    bench.transformers_has_one_device,
-    bench.transformers_stays_plain,
+    bench.alternatives_have_one_device,
+    bench.alternatives_stay_plain,
+    bench.warm_starts_are_of_whole_runs,
 )
 
 

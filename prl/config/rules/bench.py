@@ -8,7 +8,10 @@ from prl.config.errors import UserError
 from prl.config.families import FAMILIES
 from prl.config.rules.rule import Refuse
 from prl.config.schema import MemoryConfig, RunConfig
+from prl.config.schema_jobs import WHOLE_RUNS
 from prl.config.world import World
+
+ALTERNATIVES = {"transformers": "Plain transformers", "trl": "TRL"}
 
 there_is_a_benchmark = Refuse(
     lambda c, w: c.job == "bench" and c.bench is None,
@@ -43,35 +46,47 @@ def variable_lengths_have_one_maximum(config: RunConfig, world: World) -> Iterat
         )
 
 
-transformers_has_one_device = Refuse(
-    lambda c, w: c.bench and c.bench.target == "transformers" and w.ranks > 1,
-    "Plain transformers does not train on {world.ranks} devices.",
+alternatives_have_one_device = Refuse(
+    lambda c, w: c.bench and c.bench.target in ALTERNATIVES and w.ranks > 1,
+    "{bench.target} does not train on {world.ranks} devices here.",
     where="{bench.target=}, {world.ranks} trainer ranks",
-    why="the comparison is a plain training loop in one process",
+    why="the comparison is training in one process",
     fix="parallelism=single",
 )
 
 
-def transformers_stays_plain(config: RunConfig, world: World) -> Iterator[UserError]:
-    """What the plain loop would pass over in silence."""
+def alternatives_stay_plain(config: RunConfig, world: World) -> Iterator[UserError]:
+    """What they would pass over in silence."""
     assert config.bench is not None
-    if config.bench.target != "transformers":
+    target = config.bench.target
+    if target not in ALTERNATIVES:
         return
     usual = MemoryConfig()
     levers = [key for key in MemoryConfig.model_fields if getattr(config.memory_recipe, key) != getattr(usual, key)]
+    others = f"a model of family {' or '.join(FAMILIES)}"
+    from_random = target == "transformers"
     for passed_over, where, fix in (
         (bool(levers), ", ".join(f"memory_recipe.{key}" for key in levers), "memory=none"),
         (config.model.fp8 != "none", f"model.fp8={config.model.fp8}", "model.fp8=none"),
         (config.model.attn not in ("auto", "sdpa"), f"model.attn={config.model.attn}", "model.attn=auto"),
         (config.optim.type != "adamw", f"optim.type={config.optim.type}", "optim=adamw"),
-        (not config.bench.random_weights, "bench.random_weights=false", "bench.random_weights=true"),
-        (not config.model.card.is_native, "model.card.family=other", f"a model of family {' or '.join(FAMILIES)}"),
+        (from_random and not config.bench.random_weights, "bench.random_weights=false", "bench.random_weights=true"),
+        (from_random and not config.model.card.is_native, "model.card.family=other", others),
     ):
         if passed_over:
             yield UserError(
-                "Plain transformers is measured plain.",
-                where=f"bench.target=transformers, {where}",
-                why="the comparison is AdamW over all weights, SDPA, whole logits, and of levers its own gradient "
-                "checkpointing alone (bench.baseline_checkpointing)",
+                f"{ALTERNATIVES[target]} is measured plain.",
+                where=f"bench.target={target}, {where}",
+                why="the comparison is AdamW over all weights, SDPA and whole logits, without levers of ours; "
+                "bench.target=transformers has its own gradient checkpointing (bench.baseline_checkpointing)",
                 fix=fix,
             )
+
+
+warm_starts_are_of_whole_runs = Refuse(
+    lambda c, w: c.bench and c.warm_start is not None and c.bench.target not in WHOLE_RUNS,
+    "bench.target={bench.target} trains nothing that begins with a warm start.",
+    where="{bench.target=}, warm_start={choices[warm_start]}",
+    why="it measures made-up data",
+    fix="warm_start=none, or bench.target=stack",
+)

@@ -12,13 +12,14 @@ from prl.config.errors import UserError
 from prl.config.foreign import is_transformers_code, not_trainable
 from prl.config.hub import cached_snapshot
 from prl.config.schema import RunConfig
+from prl.config.schema_jobs import WHOLE_RUNS
 from prl.config.world import World
 
 
 def checkpoint_at_hand(config: RunConfig) -> Path | None:
     """The directory of model.path's config.json; None where nobody begins with it, or it is still to come."""
     path, bench = config.model.path, config.bench
-    is_drawn = bench is not None and bench.random_weights and bench.target != "stack"
+    is_drawn = bench is not None and bench.random_weights and bench.target not in WHOLE_RUNS
     if path is None or is_drawn or (config.job == "eval" and config.eval.run is not None):
         return None
     if Path(path).is_dir():

@@ -14,6 +14,7 @@ from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
 from prl.config.schema import OptimConfig, RunConfig
+from prl.config.schema_jobs import WHOLE_RUNS
 from prl.config.world import World
 
 EVAL_TIMES = ("interval", "at_start", "at_end")
@@ -156,7 +157,7 @@ def _rl(config: RunConfig, world: World) -> Iterator[Idle]:
 def _random_weights(config: RunConfig) -> Iterator[Idle]:
     """model.init_seed: of the weights of a model without a path, and of those that an engine's benchmark draws."""
     key, bench = ("model.init_seed",), config.bench
-    if bench is not None and bench.random_weights and bench.target != "stack":
+    if bench is not None and bench.random_weights and bench.target not in WHOLE_RUNS:
         if bench.target != "inference":
             where = f"bench.target={bench.target}, bench.random_weights=true"
             yield Idle(key, where, "the trainer draws them with seed", "bench.target=inference")
@@ -205,9 +206,9 @@ def _bench(config: RunConfig) -> Iterator[Idle]:
     if target != "transformers":
         keys: tuple[str, ...] = ("bench.baseline_checkpointing",)
         yield Idle(keys, where, "memory_recipe.ac says what our trainer recomputes", "bench.target=transformers")
-    if target in ("inference", "stack"):  # doc_len may stay: sweeps over targets say it for their trainers
+    if target in ("inference", *WHOLE_RUNS):  # doc_len may stay: sweeps over targets say it for their trainers
         keys = ("bench.lengths", "bench.micro_batches", "bench.profile")
         yield Idle(keys, where, "they belong to the trainer alone", "bench.target=trainer_rl")
-    if target == "stack":
+    if target in WHOLE_RUNS:
         keys = ("bench.random_weights",)
         yield Idle(keys, where, "engines and trainer start from the same checkpoint", "bench.target=trainer_rl")
