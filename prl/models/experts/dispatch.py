@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # compute(x [M, H] sorted by local expert, counts [E_local], scale [M]) -> scale * expert(x), [M, H]
@@ -109,6 +110,8 @@ def sum_rows(rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
 
         return gather_sum(rows, positions)
     if not positions.is_cuda and bool((positions >= 0).all()):  # the host may look
+        if rows.dim() == 2 and rows.dtype == torch.float32:
+            return F.embedding_bag(positions, rows, mode="sum")  # one pass over memory
         return rows[positions].sum(dim=1)
     padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])  # position -1 is this last row
     return padded[positions].sum(dim=1)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.models.experts.dispatch import ExpertCompute, LocalDispatch
+from prl.models.layers.by_hand import GroupedLinearByHand, SwiGLUByHand, is_by_hand
 from prl.models.sharding import local_part
 
 # dispatch(x [N, H], weights [N, K], experts [N, K], num_experts, compute) -> [N, H]
@@ -51,6 +52,8 @@ class Experts(nn.Module):
         """
         if self.first == "up":
             return F.relu(x).square() * scale[:, None]
+        if is_by_hand(x):
+            return SwiGLUByHand.apply(x, scale)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up * scale[:, None]
 
@@ -59,6 +62,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T."""
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    if is_by_hand(x):
+        return GroupedLinearByHand.apply(x, weight, counts.tolist())
     # float32, and a rank that no token chose: empty slices still give every weight its (zero) gradient
     slices = x.split(counts.tolist())
     return torch.cat([F.linear(rows, w) for rows, w in zip(slices, weight.unbind(), strict=True)])

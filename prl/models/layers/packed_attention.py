@@ -21,6 +21,7 @@ from prl.config.errors import UserError
 from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4
 from prl.models.layers.attention import Attend
 from prl.models.layers.attention_kernels import PackedAttention, widened
+from prl.models.layers.by_hand import ShortAttentionByHand, Slots, is_by_hand
 
 AttentionImpl = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -140,7 +141,13 @@ def _length_classes(doc_lens: list[int]) -> list[list[tuple[int, int]]]:
     return [classes[key] for key in sorted(classes)]
 
 
+BY_HAND_TOKENS = 128  # of the longest document, up to which keeping its probabilities is faster
+
+
 def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
+    slots: list[Slots] = []
+    if device.type == "cpu" and max(doc_lens) <= BY_HAND_TOKENS:
+        slots = [Slots(*torch.tensor(docs).unbind(1)) for docs in _length_classes(doc_lens)]
     total = sum(doc_lens)
     gathers: list[Tensor] = []  # per class [B, S]: flat token index of each padded slot
     unpad = torch.empty(total, dtype=torch.int64)  # flat token -> row in the concatenated padded outputs
@@ -159,6 +166,8 @@ def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
     unpad = unpad.to(device)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if slots and is_by_hand(q) and v.shape == k.shape:
+            return ShortAttentionByHand.apply(q, k, v, slots)
         outs = []
         values = widened(v, q.shape[-1])  # of different widths, only a kernel of quadratic memory takes them
         for index in gathers:
