@@ -11,6 +11,7 @@ from runs import rows
 from test_head import Largest
 from tiny import VOCAB, moe_card, moe_checkpoint, random_model
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from trainer_ranks import Job, build_policy, rows_of, train_step
 
 from prl.bench.baseline import Baseline
@@ -77,6 +78,22 @@ def test_entropy_coef_adds_the_gradient_of_the_entropy(policy_of):
     none, half, whole = gradients
     assert (half - none).norm() > 1e-3
     torch.testing.assert_close(whole - none, 2 * (half - none), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_that_wait_for_the_last_row_are_the_same(policy_of, dtype):
+    found = []
+    for waits in (False, True):
+        policy, rows = policy_of(f"model.dtype={dtype}"), rows_of(1)
+        for _ in range(2):  # the second finds weights whole or cut as the first left them
+            for left, micro in zip((2, 1, 0), rows, strict=True):
+                policy.forward(micro, more_follow=waits and left > 0).logp.sum().backward()
+                waiting = [p for p in policy.model.parameters() if isinstance(p, DTensor) and p.grad is not None]
+                assert bool(waiting) == (not waits or left == 0)
+            found.append({name: p.grad.full_tensor().clone() for name, p in policy.model.named_parameters()})
+    for one, other in zip(found[:2], found[2:], strict=True):
+        for name, gradient in one.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-6, atol=1e-6)
 
 
 def test_router_bias_moves_at_its_rate(policy_of):

@@ -85,9 +85,9 @@ class TrainerBench:
         backward = self.backward_of(trained, documents)
         watch = Stopwatch(world.device)
         losses = []
-        for row in rows:
+        for left, row in zip(reversed(range(len(rows))), rows, strict=True):
             self.ctx.beat()
-            losses.append(backward(row))
+            losses.append(backward(row, left > 0))
         watch.lap("forward_backward")
         self.policy.optimizer_step(step)
         watch.lap("clip_optimizer")
@@ -104,16 +104,17 @@ class TrainerBench:
         dist.all_reduce(total)
         return round(total.item() / self.world.cp)
 
-    def backward_of(self, trained: int, documents: int) -> Callable[[MicroBatch], Tensor]:
-        """Forward and backward of one row; returns its share of the loss, on the device."""
+    def backward_of(self, trained: int, documents: int) -> Callable[[MicroBatch, bool], Tensor]:
+        """Forward and backward of one row, and whether more follow; returns its share of the loss, on the device."""
         algo = self.config.algo
         denominator = loss_denominator(algo, trained, documents)
 
-        def rl(row: MicroBatch) -> Tensor:
-            return backward_rl(algo, row, self.policy.forward(row, loss_tokens=trained), denominator)[0][0]
+        def rl(row: MicroBatch, more_follow: bool) -> Tensor:
+            stats = self.policy.forward(row, loss_tokens=trained, more_follow=more_follow)
+            return backward_rl(algo, row, stats, denominator)[0][0]
 
-        def sft(row: MicroBatch) -> Tensor:
-            loss = -self.policy.forward(row, loss_tokens=trained).logp.sum() / trained
+        def sft(row: MicroBatch, more_follow: bool) -> Tensor:
+            loss = -self.policy.forward(row, loss_tokens=trained, more_follow=more_follow).logp.sum() / trained
             loss.backward()
             return loss.detach()
 

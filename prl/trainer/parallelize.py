@@ -183,6 +183,13 @@ def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def hold_gradients(model: nn.Module, hold: bool) -> None:
+    """Whether the next backward leaves gradients and weights as they are, to be reduced and cut with later ones."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(not hold)
+    model.set_reshard_after_backward(not hold)
+
+
 def precision(compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
 

@@ -102,9 +102,10 @@ class RLTrainer:
         kls: list[torch.Tensor] = []
         flops = 0.0
         wanted = set(batch.meta.get("kept_documents", ()))
-        for micro in batch.micro_batches:
+        temperature, rows = self.config.inference.sampling.temperature, batch.micro_batches
+        for left, micro in zip(reversed(range(len(rows))), rows, strict=True):
             self.ctx.beat()
-            stats = self.policy.forward(micro, self.config.inference.sampling.temperature, batch.loss_tokens)
+            stats = self.policy.forward(micro, temperature, batch.loss_tokens, more_follow=left > 0)
             part, kl = backward_rl(self.config.algo, micro, stats, denominator)
             parts.append(part)
             kls.append(kl)

@@ -107,8 +107,9 @@ class SftTrainer:
         started = time.perf_counter()
         targets = sum(int(row.loss_mask.sum()) for row in rows)
         loss, flops = 0.0, 0.0
-        for micro in self.share(rows):
-            share = -self.policy.forward(micro, loss_tokens=targets).logp.sum() / targets
+        mine = self.share(rows)
+        for left, micro in zip(reversed(range(len(mine))), mine, strict=True):
+            share = -self.policy.forward(micro, loss_tokens=targets, more_follow=left > 0).logp.sum() / targets
             share.backward()
             loss += share.item()
             flops += self.policy.flops(micro)
