@@ -20,7 +20,6 @@ from prl.config import compose
 from prl.models.adapters.lora import LoraLinear
 from prl.models.checkpoints.sources import random_checkpoint
 from prl.planning.run_plan import MeshPlan
-from prl.trainer import checkpoint
 from prl.trainer import policy as policy_module
 from prl.trainer.loops import publishing
 from prl.trainer.loops.rl_step import backward_rl
@@ -28,6 +27,7 @@ from prl.trainer.loops.saving import Saving
 from prl.trainer.parallelize import apply_expert_parallelism, expert_modules
 from prl.trainer.policy import context_group, seed_everything
 from prl.trainer.world import build_world
+from prl.trainer.writer.process import WriterProcess
 from prl.transport.packing import Document, build_micro_batch
 
 
@@ -246,7 +246,7 @@ def test_checkpoints_are_written_beside_training_where_told_so(world, policy_of,
         saving = Saving(ctx, world, lambda step, in_haste: None, lambda step: 0.0)
         assert saving.checkpointer.asynchronous == said
         begun = []
-        monkeypatch.setattr(checkpoint.dcp, "async_save", lambda *a, begun=begun, **k: begun.append(1) or Future())
+        monkeypatch.setattr(WriterProcess, "save", lambda *a, begun=begun: begun.append(1) or Future())
         saving.checkpointer.save(1, policy_of().model, [])
         assert bool(begun) == said
 

@@ -23,8 +23,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from prl.runtime.directory.checkpoints import TRAINER, full_disk_error, staging_dir
-from prl.runtime.directory.files import is_full_disk
 from prl.trainer.memory.optimizer_offload import master_weights
+from prl.trainer.writer.failures import no_space
+from prl.trainer.writer.process import WriterProcess
 
 BEAT_S = 0.5
 
@@ -34,8 +35,7 @@ class TrainerCheckpointer:
 
     def __init__(self, run_dir: Path, asynchronous: bool, beat: Callable[[], None] = lambda: None) -> None:
         self.run_dir, self.asynchronous, self.beat = run_dir, asynchronous, beat
-        # the background save has collectives of its own, which must not mix with those of training
-        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self.writer = WriterProcess() if asynchronous else None
         self.pending: tuple[int, Future[Any]] | None = None
         self.save_s = 0.0  # what the last save took, in the background; 0: there was none
         self.saved_step = -1  # newest step whose trainer part is on disk
@@ -46,9 +46,8 @@ class TrainerCheckpointer:
         started_s = time.monotonic()
         target = staging_dir(self.run_dir, step) / TRAINER
         state = self._state(model, optimizers)
-        if self.asynchronous:
-            result = dcp.async_save(state, checkpoint_id=str(target), process_group=self.group)
-            self.pending = (step, result if isinstance(result, Future) else result.upload_completion)
+        if self.writer is not None:
+            self.pending = (step, self.writer.save(str(target), state))
         else:
             future: Future[Any] = Future()
             self.pending = (step, future)
@@ -126,19 +125,3 @@ def _set_random_state(state: dict[str, Any] | None) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-
-
-# torch's zip writer drops errno: a short write shows as one of the last two
-_FULL_DISK_SIGNS = ("No space left on device", "Disk quota exceeded", "file write failed", "unexpected pos")
-
-
-def no_space(error: BaseException | None) -> bool:
-    """Whether a full disk stands anywhere behind an exception, also inside DCP's per-rank failures and C++ writers."""
-    while error is not None:
-        if is_full_disk(error) or any(sign in str(error) for sign in _FULL_DISK_SIGNS):
-            return True
-        failures = error.failures if isinstance(error, dcp.api.CheckpointException) else {}
-        if any(no_space(wrapped[0]) for wrapped in failures.values()):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -1,0 +1,160 @@
+"""The trainer's side of the process that writes: start it, stage the state, and talk to the other ranks for it.
+
+torch's own (`AsyncCheckpointerType.PROCESS`) is not used: it passes each tensor as a file descriptor of its own, which
+it keeps (thousands, where 1024 are common); its process listens on a port of every host, and survives its trainer until
+it is done; once it has died, every later save fails.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from traceback import StackSummary
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from prl.models.sharding import is_sharded
+from prl.runtime.process.guards import held_back
+from prl.runtime.process.python_path import python_command, python_path
+from prl.trainer.writer.staging import StagingMemory
+from prl.trainer.writer.writing import COORDINATOR, Staged
+
+DEATH_S = 5.0  # from the end of its socket to its exit code
+
+
+class WriterDied(RuntimeError):
+    """The process that writes is gone."""
+
+
+class WriterProcess:
+    """One rank's. Made on all ranks together, and on the main thread: it dies with the thread that started it."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")  # its collectives must not mix with those of training
+        self.memory = StagingMemory()
+        ours, theirs = socket.socketpair()
+        inherited = (self.memory.fd, theirs.fileno())
+        with held_back():
+            self.process = subprocess.Popen(
+                python_command("prl.trainer.writer", str(os.getpid()), *map(str, inherited)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=inherited,
+                env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
+            )
+        theirs.close()
+        self.socket = Connection(ours.detach())
+
+    def save(self, path: str, state: dict[str, Any]) -> Future[None]:
+        """Copy the state, then begin to write. A collective in the background: the future is done on all ranks alike,
+        with a CheckpointException if any of them failed.
+        """
+        plan, staged = self._stage(state)
+        future: Future[None] = Future()
+        threading.Thread(target=_settle, args=(future, lambda: self._write(path, plan, staged)), daemon=True).start()
+        return future
+
+    # --- on the thread that trains
+
+    def _stage(self, state: dict[str, Any]) -> tuple[SavePlan, Staged]:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=dist.get_rank() == COORDINATOR)
+        plan = planner.create_local_plan()
+        items = [item for item in plan.items if _is_written_here(planner.state_dict, item)]
+        tensors, objects = {}, {}
+        for item in items:
+            data = planner.resolve_data(item)
+            if isinstance(data, Tensor):
+                tensors[item.index] = data.detach()
+            else:
+                objects[item.index] = data.getvalue()
+        slots = self.memory.place(tensors)
+        self.memory.fill(slots, tensors)
+        return SavePlan(items, planner_data=plan.planner_data), Staged(self.memory.size, slots, objects)
+
+    # --- beside it
+
+    def _write(self, path: str, plan: SavePlan, staged: Staged) -> None:
+        """As `torch.distributed.checkpoint.save`."""
+        given = self._meet(plan, lambda plans: self._ask("plan", path, plans))
+        if isinstance(given, Exception):
+            raise dcp.api.CheckpointException("save", _failures({COORDINATOR: given}))
+        written = self._ask("write", path, given, staged)
+        failed = self._meet(written, lambda parts: [self._conclude(path, parts)] * len(parts))
+        if failed:
+            raise dcp.api.CheckpointException("save", failed)
+
+    def _conclude(self, path: str, parts: list[Any]) -> dict[int, Any]:
+        """On the first rank, once all have written or failed: the failures of all."""
+        failed = {rank: part for rank, part in enumerate(parts) if isinstance(part, Exception)}
+        if not failed and isinstance(error := self._ask("finish", path, parts), Exception):
+            failed = {COORDINATOR: error}
+        return _failures(failed)
+
+    def _meet(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What the first rank decides for this one, once it has what each has to say. A failure is one for all."""
+        size = dist.get_world_size()
+        everyones: list[Any] | None = [None] * size if dist.get_rank() == COORDINATOR else None
+        dist.gather_object(mine, everyones, dst=COORDINATOR, group=self.group)
+        decided: list[Any] | None = None
+        if everyones is not None:
+            answer = decide(everyones)
+            decided = [answer] * size if isinstance(answer, Exception) else answer
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, decided, src=COORDINATOR, group=self.group)
+        return own[0]
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """The answer of the process, or the exception: its own, or that it has died."""
+        try:
+            self.socket.send((name, arguments))
+            return self.socket.recv()
+        except (EOFError, OSError):
+            return WriterDied(f"the process that writes checkpoints has died ({self._death()})")
+
+    def _death(self) -> str:
+        try:
+            code = self.process.wait(DEATH_S)
+        except subprocess.TimeoutExpired:
+            return "it does not answer"
+        return f"exit code {code}" if code >= 0 else f"signal {-code}; 9 is how the kernel ends it for lack of memory"
+
+
+def _failures(errors: dict[int, Exception]) -> dict[int, Any]:
+    """Rank -> its error, as DCP has them: with a traceback, here an empty one."""
+    return {rank: (error, StackSummary()) for rank, error in errors.items()}
+
+
+def _settle(future: Future[None], work: Callable[[], None]) -> None:
+    try:
+        work()
+        future.set_result(None)
+    except BaseException as error:  # CheckpointException is no Exception
+        future.set_exception(error)
+
+
+def _is_written_here(state: dict[str, Any], item: WriteItem) -> bool:
+    """Of shards that several ranks hold alike (HSDP) one stages it: which, differs from tensor to tensor. Whatever else
+    several ranks hold is small, and DCP's to decide.
+    """
+    tensor = state[item.index.fqn]
+    if item.type != WriteItemType.SHARD or not is_sharded(tensor):
+        return True
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    replica, replicas = 0, 1
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            replica = replica * tensor.device_mesh.size(dim) + coordinate[dim]
+            replicas *= tensor.device_mesh.size(dim)
+    return replica == zlib.crc32(item.index.fqn.encode()) % replicas
