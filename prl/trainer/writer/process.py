@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 
 from prl.models.sharding import is_sharded
 from prl.runtime.process.guards import held_back
@@ -70,7 +70,7 @@ class WriterProcess:
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=dist.get_rank() == COORDINATOR)
         plan = planner.create_local_plan()
-        items = [item for item in plan.items if _is_written_here(planner.state_dict, item)]
+        items = _shared_out(planner.state_dict, plan.items)
         tensors, objects = {}, {}
         for item in items:
             data = planner.resolve_data(item)
@@ -143,18 +143,31 @@ def _settle(future: Future[None], work: Callable[[], None]) -> None:
         future.set_exception(error)
 
 
-def _is_written_here(state: dict[str, Any], item: WriteItem) -> bool:
-    """Of shards that several ranks hold alike (HSDP) one stages it: which, differs from tensor to tensor. Whatever else
-    several ranks hold is small, and DCP's to decide.
+def _shared_out(state: dict[str, Any], items: list[WriteItem]) -> list[WriteItem]:
+    """Of shards that several ranks hold alike (HSDP) each is staged by one: by whom, all of them find alike, for they
+    hold the same in the same order. Whatever else several ranks hold is small, and DCP's to decide.
     """
-    tensor = state[item.index.fqn]
-    if item.type != WriteItemType.SHARD or not is_sharded(tensor):
-        return True
-    coordinate = tensor.device_mesh.get_coordinate()
+    mine: list[WriteItem] = []
+    loads: dict[Any, list[int]] = {}  # bytes so far, of each replica
+    for item in items:
+        tensor = state[item.index.fqn]
+        if item.type == WriteItemType.SHARD and is_sharded(tensor):
+            mesh, dims = tensor.device_mesh, [d for d, placed in enumerate(tensor.placements) if placed.is_replicate()]
+            replica, replicas = _place_in(mesh, dims)
+            load = loads.setdefault((mesh, *dims), [0] * replicas)
+            taker = load.index(min(load))
+            load[taker] += tensor.to_local().nbytes
+            if taker != replica:
+                continue
+        mine.append(item)
+    return mine
+
+
+def _place_in(mesh: DeviceMesh, dims: list[int]) -> tuple[int, int]:
+    """Which of how many along these dimensions this rank is."""
+    place, count = 0, 1
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    replica, replicas = 0, 1
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            replica = replica * tensor.device_mesh.size(dim) + coordinate[dim]
-            replicas *= tensor.device_mesh.size(dim)
-    return replica == zlib.crc32(item.index.fqn.encode()) % replicas
+    for dim in dims:
+        place, count = place * mesh.size(dim) + coordinate[dim], count * mesh.size(dim)
+    return place, count

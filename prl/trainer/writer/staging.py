@@ -77,7 +77,7 @@ class StagingMemory:
     def _pin(self, size: int) -> None:
         """So many bytes; none: release those that are."""
         if self.memory is not None and (size or self.pinned):
-            cudart, address = torch.cuda.cudart(), _address(self.memory)
+            cudart, address = torch.cuda.cudart(), address_of(self.memory)
             code = int(cudart.cudaHostRegister(address, size, 0) if size else cudart.cudaHostUnregister(address))
             if code:
                 raise RuntimeError(f"{size or self.pinned} bytes of host memory cannot be pinned: CUDA error {code}")
@@ -106,5 +106,5 @@ class StagingMemory:
             torch.cuda.current_stream().synchronize()
 
 
-def _address(memory: mmap.mmap) -> int:
+def address_of(memory: mmap.mmap) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
