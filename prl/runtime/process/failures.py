@@ -63,6 +63,7 @@ BY_TYPE: dict[str, FailureClass] = {
     "AwayError": "node",
     "PassingError": "node",
     "ReadOnlyError": "node",
+    "WriterDied": "node",  # the process that writes a trainer's checkpoints; if for lack of memory, it says so
 }
 MOST_NAMES = 8
 CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")

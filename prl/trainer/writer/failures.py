@@ -10,6 +10,11 @@ import torch.distributed.checkpoint as dcp
 
 from prl.runtime.directory.files import is_full_disk
 
+
+class WriterDied(RuntimeError):
+    """The process that writes is gone."""
+
+
 # torch's zip writer drops errno: a short write shows as one of the last two
 _FULL_DISK_SIGNS = ("No space left on device", "Disk quota exceeded", "file write failed", "unexpected pos")
 
@@ -24,6 +29,14 @@ def no_space(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def first_failure(error: BaseException) -> tuple[str, BaseException]:
+    """Of all ranks' the lowest one's, and " on rank N"."""
+    if not isinstance(error, dcp.api.CheckpointException) or not error.failures:
+        return "", error
+    rank = min(error.failures)
+    return f" on rank {rank}", error.failures[rank][0]
 
 
 def portable(error: Exception) -> Exception:

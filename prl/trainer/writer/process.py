@@ -8,6 +8,7 @@ it is done; once it has died, every later save fails.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import subprocess
 import threading
@@ -25,16 +26,14 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
 from prl.models.sharding import is_sharded
+from prl.runtime.process.failures import count_oom_kills, describe
 from prl.runtime.process.guards import held_back
 from prl.runtime.process.python_path import python_command, python_path
+from prl.trainer.writer.failures import WriterDied
 from prl.trainer.writer.staging import StagingMemory
 from prl.trainer.writer.writing import COORDINATOR, Staged
 
 DEATH_S = 5.0  # from the end of its socket to its exit code
-
-
-class WriterDied(RuntimeError):
-    """The process that writes is gone."""
 
 
 class WriterProcess:
@@ -53,6 +52,7 @@ class WriterProcess:
                 env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
             )
         theirs.close()
+        self.oom_kills_before = count_oom_kills()
         self.socket = Connection(ours.detach())
 
     def save(self, path: str, state: dict[str, Any]) -> Future[None]:
@@ -66,7 +66,7 @@ class WriterProcess:
 
     # --- on the thread that trains
 
-    def _stage(self, state: dict[str, Any]) -> tuple[SavePlan, Staged]:
+    def _stage(self, state: dict[str, Any]) -> tuple[bytes, Staged]:
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=dist.get_rank() == COORDINATOR)
         plan = planner.create_local_plan()
@@ -80,11 +80,12 @@ class WriterProcess:
                 objects[item.index] = data.getvalue()
         slots = self.memory.place(tensors)
         self.memory.fill(slots, tensors)
-        return SavePlan(items, planner_data=plan.planner_data), Staged(self.memory.size, slots, objects)
+        mine = SavePlan(items, planner_data=plan.planner_data)
+        return pickle.dumps(mine), Staged(self.memory.size, slots, objects)
 
     # --- beside it
 
-    def _write(self, path: str, plan: SavePlan, staged: Staged) -> None:
+    def _write(self, path: str, plan: bytes, staged: Staged) -> None:
         """As `torch.distributed.checkpoint.save`."""
         given = self._meet(plan, lambda plans: self._ask("plan", path, plans))
         if isinstance(given, Exception):
@@ -120,14 +121,14 @@ class WriterProcess:
             self.socket.send((name, arguments))
             return self.socket.recv()
         except (EOFError, OSError):
-            return WriterDied(f"the process that writes checkpoints has died ({self._death()})")
+            return WriterDied(f"the process that writes checkpoints: {self._death()}")
 
     def _death(self) -> str:
         try:
             code = self.process.wait(DEATH_S)
         except subprocess.TimeoutExpired:
-            return "it does not answer"
-        return f"exit code {code}" if code >= 0 else f"signal {-code}; 9 is how the kernel ends it for lack of memory"
+            return "does not answer"
+        return describe(code, {}, count_oom_kills() - self.oom_kills_before) if code else "ended"
 
 
 def _failures(errors: dict[int, Exception]) -> dict[int, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import sys
+import tempfile
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ class StagingMemory:
     """One rank's, in either of its two processes: `fd` is what the other is given."""
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("prl-checkpoint") if fd is None else fd
+        self.fd = _nameless_file() if fd is None else fd
         weakref.finalize(self, os.close, self.fd)
         self.size = 0
         self.pinned = 0  # bytes, from the beginning on
@@ -63,7 +65,8 @@ class StagingMemory:
 
     def _allocate(self, size: int) -> None:
         try:
-            os.posix_fallocate(self.fd, 0, size)  # a shortage is an error here, not a SIGBUS later
+            # a shortage is an error here, not a SIGBUS later
+            os.posix_fallocate(self.fd, 0, size) if sys.platform == "linux" else os.truncate(self.fd, size)
         except OSError as error:
             raise UserError(
                 f"{size} bytes of host memory for checkpoints are not to be had on this rank: {error.strerror}",
@@ -104,6 +107,13 @@ class StagingMemory:
                 self.tensor(slots[name]).copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
+
+
+def _nameless_file() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("prl-checkpoint")
+    with tempfile.TemporaryFile() as file:  # elsewhere on the disk, as far as its cache does not hold it
+        return os.dup(file.fileno())
 
 
 def address_of(memory: mmap.mmap) -> int:
