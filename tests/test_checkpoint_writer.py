@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_processes import run_script, serve_rank
+from role_context import context_of
 from runtime_tree import LIMIT_S, wait_for
 from tiny import moe_checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -27,6 +28,7 @@ from prl.planning.run_plan import MeshPlan
 from prl.runtime.process.failures import classify, error_record, parse_error_record
 from prl.runtime.process.guards import STOP_SIGNAL
 from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.loops.saving import Saving
 from prl.trainer.world import build_world
 from prl.trainer.writer.staging import StagingMemory, address_of
 
@@ -120,12 +122,14 @@ def test_the_files_are_those_of_a_synchronous_save_byte_for_byte(world, model_pa
 def test_memory_is_reused_and_holds_what_was_saved_until_it_is_written(policy, tmp_path):
     checkpointer = TrainerCheckpointer(tmp_path / "beside", asynchronous=True)
     memory, pid = checkpointer.writer.memory, checkpointer.writer.process.pid
-    places = []
+    checkpointer.prepare(policy.model, policy.optimizers)
+    checkpointer.writer.preparing.join()
+    places = [place_of(memory)]
     for step in (1, 2):
         expected = (saved(tmp_path / "plain", policy, step, False) / DATA).read_bytes()
         stop(pid)
         checkpointer.save(step, policy.model, policy.optimizers)
-        places.append((address_of(memory.memory), memory.size, os.fstat(memory.fd).st_size))
+        places.append(place_of(memory))
         for later in range(3):  # the state changes while nothing is written yet
             train_step(policy, 10 * step + later)
         assert checkpointer.finish(wait=False) is None
@@ -134,7 +138,24 @@ def test_memory_is_reused_and_holds_what_was_saved_until_it_is_written(policy, t
         os.kill(pid, signal.SIGCONT)
         assert checkpointer.finish() == step
         assert (part(tmp_path / "beside", step) / DATA).read_bytes() == expected
-    assert places[0] == places[1]
+    assert places == [places[0]] * 3
+
+
+def place_of(memory: StagingMemory) -> tuple[int, int, int]:
+    return address_of(memory.memory), memory.size, os.fstat(memory.fd).st_size
+
+
+def test_memory_is_there_after_the_first_step_that_changes_something(world, policy, tmp_path):
+    saving = Saving(context_of(tmp_path / "run"), world, lambda step, in_haste: None, lambda step: 0.0)
+    writer = saving.checkpointer.writer
+    saving.after_step(1, policy, due=False, changed=False)
+    assert writer.preparing is None
+    saving.after_step(2, policy, due=False, changed=True)
+    first = writer.preparing
+    first.join()
+    assert writer.memory.size > sum(param.to_local().nbytes for param in policy.model.parameters())
+    saving.after_step(3, policy, due=False, changed=True)
+    assert writer.preparing is first
 
 
 def test_tensors_lie_where_they_were_and_memory_grows():

@@ -106,6 +106,7 @@ class Ours:
 
         self.checkpointer = TrainerCheckpointer(run_dir, asynchronous=True)
         self.model, self.optimizer = model, optimizer
+        self.checkpointer.prepare(model, [optimizer])
 
     def save(self, step: int) -> None:
         self.checkpointer.save(step, self.model, [self.optimizer])
@@ -139,7 +140,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def train(rank: int, variant: str, said: argparse.Namespace, directory: Path, pipe: Connection) -> None:
-    """One rank. Through the pipe: when the state is there, and then one dict for each save."""
+    """One rank. Through the pipe: when the state is there, when it may be saved, and one dict for each save."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), said.ranks)
     device = torch.device("cuda", rank) if said.device == "cuda" else torch.device("cpu")
@@ -148,6 +149,8 @@ def train(rank: int, variant: str, said: argparse.Namespace, directory: Path, pi
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=said.ranks)
     model, optimizer = sharded_model(said.gib, device)
+    pipe.send("made")
+    pipe.recv()
     saver = Ours(directory, model, optimizer) if variant == "prl" else Library(variant, directory, model, optimizer)
     if variant == "torch":  # its process tells of all that it does, and of its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -189,7 +192,7 @@ def memory_of(pid: int) -> int:
 
 
 def measure(variant: str, said: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """Of each save, of each rank what `train` sends; "memory": most bytes beyond those before the first save."""
+    """Of each save, of each rank what `train` sends; "memory": most bytes beyond those of the model alone."""
     context = multiprocessing.get_context("spawn")
     results = []
     with tempfile.TemporaryDirectory(dir=said.directory) as made:
@@ -206,6 +209,10 @@ def measure(variant: str, said: argparse.Namespace) -> list[list[dict[str, Any]]
             pipe.recv()
         pids = [int(process.pid or 0) for process, _ in ranks]
         before = sum(map(memory_of, pids))
+        for pipe in pipes:
+            pipe.send("go on")
+        for pipe in pipes:
+            pipe.recv()
         for _ in range(said.saves):
             for pipe in pipes:
                 pipe.send("go on")
@@ -257,7 +264,12 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=2, help="one after another; default: 2")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="one GPU a rank; default: cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
-    parser.add_argument("--settle-s", type=float, default=4.0, help="before the first save; default: 4")
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=4.0,
+        help="before the first save, while what starts with a trainer starts; default: 4",
+    )
     said = parser.parse_args()
     print(f"{said.ranks} ranks, {said.gib:g} GiB, of which each has {said.gib / said.ranks:.2f}")
     print("".join(f"{title:>12}" for title in HEAD))

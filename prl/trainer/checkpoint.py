@@ -40,6 +40,11 @@ class TrainerCheckpointer:
         self.save_s = 0.0  # what the last save took, in the background; 0: there was none
         self.saved_step = -1  # newest step whose trainer part is on disk
 
+    def prepare(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Once the optimizers have stepped: memory for the saves to come is allocated beside training."""
+        if self.writer is not None:
+            self.writer.prepare(self._state(model, optimizers))
+
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Start saving; the state is copied before this returns, so training may go on at once."""
         assert self.pending is None, "finish() the save before"

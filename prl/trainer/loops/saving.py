@@ -39,7 +39,7 @@ class Saving:
         self.ctx, self.world = ctx, world
         self.start_commit, self.commit_took = start_commit, commit_took
         self.checkpointer = TrainerCheckpointer(ctx.run_dir, ctx.plan.config.ckpt.asynchronous, ctx.beat)
-        self.due = False
+        self.due = self.prepared = False
         self.idle_steps = 0  # in a row, that changed nothing
         self.uncommitted: int | None = None  # saved last; its commit has begun
         self.in_haste = False
@@ -66,6 +66,9 @@ class Saving:
         self._commit_saved(wait=False)
         self.idle_steps = 0 if changed else self.idle_steps + 1
         self.due |= due
+        if changed and not self.prepared:
+            self.prepared = True
+            self.checkpointer.prepare(policy.model, policy.optimizers)
         if self.due and changed:
             self.due = False
             self.start(step, policy)

@@ -7,6 +7,7 @@ it is done; once it has died, every later save fails.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,34 +56,34 @@ class WriterProcess:
         theirs.close()
         self.oom_kills_before = count_oom_kills()
         self.socket = Connection(ours.detach())
+        self.preparing: threading.Thread | None = None
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Have memory for such a state allocated, and pinned, beside training. A shortage is for the next save to tell:
+        it tries again.
+        """
+        _, tensors, _ = _divided(state)
+
+        def allocate() -> None:
+            with contextlib.suppress(Exception):
+                self.memory.place(tensors)
+
+        self.preparing = threading.Thread(target=allocate, daemon=True)
+        self.preparing.start()
 
     def save(self, path: str, state: dict[str, Any]) -> Future[None]:
         """Copy the state, then begin to write. A collective in the background: the future is done on all ranks alike,
         with a CheckpointException if any of them failed.
         """
-        plan, staged = self._stage(state)
-        future: Future[None] = Future()
-        threading.Thread(target=_settle, args=(future, lambda: self._write(path, plan, staged)), daemon=True).start()
-        return future
-
-    # --- on the thread that trains
-
-    def _stage(self, state: dict[str, Any]) -> tuple[bytes, Staged]:
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(state, is_coordinator=dist.get_rank() == COORDINATOR)
-        plan = planner.create_local_plan()
-        items = _shared_out(planner.state_dict, plan.items)
-        tensors, objects = {}, {}
-        for item in items:
-            data = planner.resolve_data(item)
-            if isinstance(data, Tensor):
-                tensors[item.index] = data.detach()
-            else:
-                objects[item.index] = data.getvalue()
+        if self.preparing is not None:
+            self.preparing.join()
+        plan, tensors, objects = _divided(state)
         slots = self.memory.place(tensors)
         self.memory.fill(slots, tensors)
-        mine = SavePlan(items, planner_data=plan.planner_data)
-        return pickle.dumps(mine), Staged(self.memory.size, slots, objects)
+        staged, pickled = Staged(self.memory.size, slots, objects), pickle.dumps(plan)
+        future: Future[None] = Future()
+        threading.Thread(target=_settle, args=(future, lambda: self._write(path, pickled, staged)), daemon=True).start()
+        return future
 
     # --- beside it
 
@@ -142,6 +144,23 @@ def _settle(future: Future[None], work: Callable[[], None]) -> None:
         future.set_result(None)
     except BaseException as error:  # CheckpointException is no Exception
         future.set_exception(error)
+
+
+def _divided(state: dict[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Tensor], dict[MetadataIndex, bytes]]:
+    """This rank's own plan, and what is to be written by it."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=dist.get_rank() == COORDINATOR)
+    plan = planner.create_local_plan()
+    items = _shared_out(planner.state_dict, plan.items)
+    tensors: dict[MetadataIndex, Tensor] = {}
+    objects: dict[MetadataIndex, bytes] = {}
+    for item in items:
+        data = planner.resolve_data(item)
+        if isinstance(data, Tensor):
+            tensors[item.index] = data.detach()
+        else:
+            objects[item.index] = data.getvalue()
+    return SavePlan(items, planner_data=plan.planner_data), tensors, objects
 
 
 def _shared_out(state: dict[str, Any], items: list[WriteItem]) -> list[WriteItem]:
