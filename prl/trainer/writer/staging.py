@@ -76,6 +76,9 @@ class StagingMemory:
                 fix="ckpt.asynchronous=false, more memory, or more ranks",
             ) from error
         self.map(size)
+        assert self.memory is not None
+        # a page is mapped when it is first written to: now, rather than while training waits for a copy
+        torch.frombuffer(self.memory, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _pin(self, size: int) -> None:
         """So many bytes; none: release those that are."""
