@@ -20,6 +20,7 @@ from prl.orchestrator import neighbours
 from prl.orchestrator.concurrency import Limiter
 from prl.orchestrator.engine_watch import EngineWatch
 from prl.orchestrator.evaluation import evaluate
+from prl.orchestrator.evaluations_due import EvaluationsDue
 from prl.orchestrator.kept_rollouts import Kept
 from prl.orchestrator.loop import Orchestrator
 from prl.orchestrator.producer import Producer, StepGroups
@@ -113,8 +114,8 @@ def fed(orchestrator):
 
     orchestrator.producer = SimpleNamespace(next_step=next_step, state=dict)
     asyncio.run(orchestrator._feed())
-    made = orchestrator.batches.items()
-    return {step: [TrainBatch.from_bytes(bytes(one)) for one in encoded.messages] for step, encoded in made}
+    made = orchestrator.handout.batches.items()
+    return {step: [TrainBatch.from_bytes(bytes(one)) for one in batch.encoded.messages] for step, batch in made}
 
 
 def test_rows_hold_seq_len_tokens(orchestrator):
@@ -125,13 +126,10 @@ def test_rows_hold_seq_len_tokens(orchestrator):
         assert len(batch.micro_batches) == rows
 
 
-def test_evaluations_are_where_eval_says(orchestrator):
+def test_evaluations_are_where_eval_says():
     def when(*overrides):
-        made, found = orchestrator("max_steps=5", *overrides), []
-        for version in range(6):
-            made.runner.version = version
-            found += [version] * made._evaluates(version)
-        return found + ["end"] * made._evaluates_at_end()
+        due = EvaluationsDue(compose(["warm_start=none", *overrides]).eval)
+        return [version for version in range(6) if due.follows(version)] + ["end"] * due.follows_at_end(5)
 
     assert when("eval.interval=2") == [0, 2, 4, "end"]
     assert when("eval.interval=3") == [0, 3, "end"]

@@ -147,14 +147,15 @@ def test_engines_that_die_behind_the_last_weights_are_missed_only_if_none_is_lef
 
 @contextlib.asynccontextmanager
 async def orchestrator_of(count=1, transport="nccl", run_dir=Path("unused")):
-    """One whose engines serve version 0, published once; `evaluations` holds the versions that were evaluated."""
+    """One whose engines serve version 0, published once; `evaluated` holds the versions that were evaluated."""
     plan = make_plan(compose([f"weight_transport={transport}", "eval.interval=1", "eval.at_start=false"]))
     metrics = SimpleNamespace(log=lambda **row: None)
     orchestrator = Orchestrator(SimpleNamespace(plan=plan, resume_step=0, metrics=metrics, run_dir=run_dir))
-    orchestrator.evaluations = []
+    orchestrator.evaluated = []
 
     async def evaluate(version):
-        orchestrator.evaluations.append(version)
+        orchestrator.evaluated.append(version)
+        orchestrator.evaluations.done(version)
 
     async def set_version(version):
         orchestrator.runner.version = version
@@ -165,15 +166,16 @@ async def orchestrator_of(count=1, transport="nccl", run_dir=Path("unused")):
             version=0, lockstep=None, stats=SimpleNamespace(clock=SimpleNamespace(seconds=float))
         )
         orchestrator.producer = SimpleNamespace(set_version=set_version)
-        orchestrator.prepared.set()
+        await orchestrator.publications.engines_are_up()
         await deliver(orchestrator, 1, 0)
         yield orchestrator, pool, engines
+        assert orchestrator.error is None
 
 
 async def deliver(orchestrator, publication, version):
     await orchestrator.weights_published(publication, version, info(version))
     taken = await orchestrator.weights_delivered(publication, 60)
-    await asyncio.gather(*orchestrator.updates)
+    await orchestrator.publications.finish()
     return taken
 
 
@@ -203,7 +205,7 @@ def test_a_trainer_that_waits_publishes_again_for_an_engine_without_weights():
             assert await deliver(orchestrator, 2, 0)
             assert pool.serving == [True]
             assert await order(orchestrator, 1, 2) is None
-            assert orchestrator.evaluations == [], "the version is no new one"
+            assert orchestrator.evaluated == [], "the version is no new one"
 
     asyncio.run(scenario())
 
@@ -216,7 +218,7 @@ def test_all_ranks_are_told_the_same_at_the_same_point(then):
             await pool.readmit(0, 60)
             assert await order(orchestrator, 1, 1) == "again"
             if then == "batch":
-                orchestrator.batches[1] = batch(1)
+                await orchestrator.handout.add(1, batch(1))
             else:
                 await orchestrator._stop_after_current()
             assert await order(orchestrator, 1, 1) == "again", "a rank that asks late"
@@ -230,11 +232,11 @@ def test_with_a_batch_at_hand_the_next_version_is_what_an_engine_gets():
         async with orchestrator_of(2) as (orchestrator, pool, (back, _)):
             pool.lose(0)
             await pool.readmit(0, 60)
-            orchestrator.batches[1], orchestrator.ready_since[1] = batch(1), 0.0
+            await orchestrator.handout.add(1, batch(1))
             assert [await order(orchestrator, 1, 1) for _ in range(2)] == ["batch", "batch"]
             assert await deliver(orchestrator, 2, 1)
             assert back.loaded[-1]["version"] == 1
-            assert orchestrator.evaluations == [1]
+            assert orchestrator.evaluated == [1]
             assert await order(orchestrator, 2, 2) is None
 
     asyncio.run(scenario())
@@ -243,7 +245,8 @@ def test_with_a_batch_at_hand_the_next_version_is_what_an_engine_gets():
 def test_nobody_trains_while_all_engines_wait_for_weights():
     async def scenario():
         async with orchestrator_of() as (orchestrator, pool, _):
-            orchestrator.batches[1] = orchestrator.batches[2] = batch(1)
+            await orchestrator.handout.add(1, batch(1))
+            await orchestrator.handout.add(2, batch(2))
             assert await order(orchestrator, 1, 1) == "batch"
             pool.lose(0)
             await pool.readmit(0, 60)
@@ -266,7 +269,7 @@ def test_nothing_is_asked_for_while_weights_are_on_their_way():
                 assert await order(orchestrator, 2, 2, timeout_s=0.3) is None
             assert await orchestrator.weights_delivered(2, 60)
             assert pool.serving == [True, True]
-            await asyncio.gather(*orchestrator.updates)
+            await orchestrator.publications.finish()
 
     asyncio.run(scenario())
 
@@ -282,7 +285,7 @@ def test_a_publication_behind_an_evaluation_has_its_turn_after_it():
                 assert not await orchestrator.turn_reached(2, 0.3)
             assert await orchestrator.turn_reached(2, 60)
             assert await orchestrator.weights_delivered(2, 60)
-            await asyncio.gather(*orchestrator.updates)
+            await orchestrator.publications.finish()
 
     asyncio.run(scenario())
 
@@ -292,12 +295,12 @@ def test_an_update_that_finds_no_engine_is_delivered_to_nobody():
         async with orchestrator_of() as (orchestrator, pool, _):
             pool.lose(0)
             assert await deliver(orchestrator, 2, 1) is False
-            assert orchestrator.served == 1
+            assert orchestrator.publications.served == 1
             await pool.readmit(0, 60)
-            orchestrator.evaluations.clear()
+            orchestrator.evaluated.clear()
             assert await order(orchestrator, 2, 2) == "again"
             assert await deliver(orchestrator, 3, 1) is True
-            assert orchestrator.evaluations == []
+            assert orchestrator.evaluated == []
 
     asyncio.run(scenario())
 
@@ -306,10 +309,11 @@ def evaluate_with_stuck_first(orchestrator, pool, engine):
     """Evaluations ask an engine for one completion; that of version 1 gets none until `engine.go` is set."""
 
     async def evaluate(version):
-        orchestrator.evaluations.append(version)
+        orchestrator.evaluated.append(version)
         if version == 1:
             engine.go.clear()
         await generate(pool, f"eval-{version}")
+        orchestrator.evaluations.done(version)
 
     orchestrator._evaluate = evaluate
 
@@ -323,13 +327,13 @@ def test_an_evaluation_that_lost_its_only_engine_is_overtaken_by_the_weights():
             await orchestrator.weights_published(3, 2, info(2))  # the trainer is ahead
             pool.lose(0)
             await asyncio.sleep(0.05)
-            assert orchestrator.served == 1
+            assert orchestrator.publications.served == 1
             engine.go.set()
             await pool.readmit(0, 60)
             assert await orchestrator.weights_delivered(3, 60)
-            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 60)
+            await asyncio.wait_for(orchestrator.publications.finish(), 60)
             assert not orchestrator.engine_lock.locked()
-            assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2], 2)
+            assert (orchestrator.evaluated, orchestrator.runner.version) == ([1, 2], 2)
 
     asyncio.run(scenario())
 
@@ -347,12 +351,12 @@ def test_an_evaluation_that_lost_its_only_engine_does_not_keep_newer_weights_fro
             pool.lose(0)
             engine.go.set()
             back = asyncio.create_task(pool.readmit(0, 60))
-            await until(lambda: orchestrator.served == 2)
+            await until(lambda: orchestrator.publications.served == 2)
             engine.missing = 0
             await asyncio.wait_for(back, 60)
-            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 60)
+            await asyncio.wait_for(orchestrator.publications.finish(), 60)
             assert not orchestrator.engine_lock.locked()
-            assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2], 2)
+            assert (orchestrator.evaluated, orchestrator.runner.version) == ([1, 2], 2)
 
     asyncio.run(scenario())
 
@@ -370,12 +374,12 @@ def test_no_evaluation_is_dropped_when_several_updates_overtake_one_that_lost_it
             for publication in (3, 4):
                 version = publication - 1
                 await orchestrator.weights_published(publication, version, info(version) | {"type": "tcp"})
-                await until(lambda version=version: orchestrator.served == version)
+                await until(lambda version=version: orchestrator.publications.served == version)
             engine.missing = 0
             await asyncio.wait_for(back, 60)
-            await asyncio.wait_for(asyncio.gather(*orchestrator.updates), 60)
-            assert (orchestrator.evaluations, orchestrator.runner.version) == ([1, 2, 3], 3)
-            assert not orchestrator.to_evaluate - {1, 2, 3}
+            await asyncio.wait_for(orchestrator.publications.finish(), 60)
+            assert (orchestrator.evaluated, orchestrator.runner.version) == ([1, 2, 3], 3)
+            assert not orchestrator.evaluations.to_come
 
     asyncio.run(scenario())
 

@@ -22,7 +22,7 @@ TOKEN = "t"
 def test_what_is_posted_twice_counts_once(tmp_path):
     async def scenario():
         async with orchestrator_of(run_dir=tmp_path) as (orchestrator, _, (engine,)):
-            orchestrator.snapshots[1] = {"cursor": 7}
+            orchestrator.checkpoints.note(1, {"cursor": 7})
             (staging_dir(tmp_path, 1) / "trainer").mkdir()
             (staging_dir(tmp_path, 1) / "trainer" / "shard").write_bytes(b"weights")
             listener = socket.create_server(("127.0.0.1", 0))
@@ -46,9 +46,9 @@ def test_what_is_posted_twice_counts_once(tmp_path):
             while await asyncio.to_thread(client.commit_took, 1) is None:
                 pass
             assert await asyncio.wait_for(orchestrator.checkpoint_committed(2, 0.1), 5) is None, "nobody asked for it"
-            await asyncio.gather(*orchestrator.updates)
+            await orchestrator.publications.finish()
             assert engine.log.count("update_weights") == 1
-            assert orchestrator.evaluations == [1]
+            assert orchestrator.evaluated == [1]
             assert orchestrator.finished.is_set()
             assert orchestrator.error is None
             assert latest_valid(tmp_path, parts_of("rl"))[0] == 1

@@ -171,7 +171,7 @@ def test_an_evaluation_whose_row_finds_no_room_is_not_over(monkeypatch):
     with pytest.raises(OSError, match="No space") as raised:
         asyncio.run(orchestrator._evaluate(1))
     assert raised.value is full
-    assert orchestrator.evaluated == set()
+    assert orchestrator.evaluations.evaluated == set()
 
 
 def test_an_evaluation_in_which_all_fails_has_no_reward():
