@@ -1,6 +1,7 @@
 """Messages in, exactly the sampled tokens kept: the exact-prefix property, splits, limits."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.conversation import Conversation
+from prl.orchestrator.loop_watch import LoopWatch
 from prl.orchestrator.rollout import Generation, Sample
 
 # drops all but the last assistant turn's content before "]", as reasoning models' templates drop earlier thoughts
@@ -70,6 +72,25 @@ def talk(tokenizer, engine, *turns, max_turns=8, max_model_len=200, max_tokens=6
         return [reply.content if reply else None for reply in replies]
 
     return conversation, asyncio.run(scenario())
+
+
+def test_a_long_text_is_tokenised_beside_the_event_loop(tokenizer):
+    class Slow(ChatRenderer):
+        def encode(self, text):
+            time.sleep(0.2 if len(text) > 8_000 else 0.0)
+            return super().encode(text)
+
+    async def scenario():
+        engine, watch = Scripted(said("ok")), LoopWatch()
+        conversation = Conversation(Slow(tokenizer), InferenceConfig(max_model_len=20_000), 8, engine)
+        watching = asyncio.create_task(watch.follow())
+        await asyncio.sleep(0.02)
+        await conversation.reply([{"role": "user", "content": "a" * 10_000}])
+        watching.cancel()
+        assert len(engine.prompts[0]) > 10_000
+        return watch.take()[0]
+
+    assert asyncio.run(scenario()) < 0.15
 
 
 def said(text):

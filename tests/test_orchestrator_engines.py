@@ -11,7 +11,7 @@ from fake_engine import generate, pool_of
 
 from prl.config.schema import SamplingConfig
 from prl.orchestrator import engines
-from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engine_answers import LARGE, EngineError
 from prl.orchestrator.engine_requests import PAUSE
 from prl.orchestrator.lockstep import Lockstep
 
@@ -33,7 +33,7 @@ def test_a_request_carries_everything_that_fixes_its_sample():
             return result, engine.bodies[0]
 
     result, body = asyncio.run(scenario())
-    assert (result.token_ids, result.logprobs, result.versions) == ([9, 9], [-0.25] * 2, [3, 3])
+    assert (result.token_ids, [*result.logprobs], [*result.versions]) == ([9, 9], [-0.25] * 2, [3, 3])
     assert result.finish_reason == "stop"
     assert result.routed_experts is None
     assert (body["token_ids"], body["cache_salt"], body["request_id"]) == ([1, 2, 9], "train-3", "r")
@@ -61,11 +61,58 @@ def test_an_answer_may_come_in_frames_with_the_experts_of_new_tokens_alone():
 
     answer, asked = asyncio.run(scenario(2))
     assert asked == {"frames": True, "routing_start": 2}
-    assert (answer.token_ids, answer.logprobs, answer.versions) == ([9, 9], [-0.5, -0.75], [3, 3])
+    assert (answer.token_ids, [*answer.logprobs], [*answer.versions]) == ([9, 9], [-0.5, -0.75], [3, 3])
     assert (answer.routing_start, answer.routed_experts.dtype) == (2, np.uint16)
     np.testing.assert_array_equal(answer.routed_experts, routed)
     with pytest.raises(EngineError, match="2 rows of routed experts for 3 forwarded tokens"):
         asyncio.run(scenario(1))
+
+
+def test_a_large_answer_comes_whole():
+    count = 20_000
+    ids, logprobs = np.arange(count - 2, dtype=np.int32), np.linspace(-1, 0, count - 2, dtype=np.float32)
+    routed = np.arange(count * 64, dtype=np.int64).astype(np.uint8).reshape(count, 32, 2)
+
+    async def scenario():
+        async with pool_of(return_routed_experts=True) as (pool, (engine,)):
+            engine.framed = True
+            engine.choice = {"token_ids": ids, "token_logprobs": logprobs, "routed_experts": routed}
+            return await generate(pool)
+
+    assert routed.nbytes > LARGE
+    answer = asyncio.run(scenario())
+    assert answer.token_ids == ids.tolist()
+    np.testing.assert_array_equal(answer.logprobs, logprobs)
+    np.testing.assert_array_equal(answer.routed_experts, routed)
+
+
+def test_answers_that_come_at_once_are_read_in_as_many_turns_of_the_event_loop(monkeypatch):
+    """A long one takes milliseconds: several in one turn would hold all others up for as long as all of them."""
+    turn, read_in, parse = [0], [], engines.parse_choice
+
+    async def count_turns():
+        while True:
+            await asyncio.sleep(0)
+            turn[0] += 1
+
+    async def answer(body, replica):
+        choice = {"token_ids": [9], "token_logprobs": [-0.5], "finish_reason": "stop"}
+        return 0, {"choices": [choice]}
+
+    def parse_and_note(*args):
+        read_in.append(turn[0])
+        return parse(*args)
+
+    async def scenario():
+        async with pool_of() as (pool, _):
+            monkeypatch.setattr(pool, "_ask_replica", answer)
+            counting = asyncio.create_task(count_turns())
+            await asyncio.gather(*(generate(pool) for _ in range(4)))
+            counting.cancel()
+
+    monkeypatch.setattr(engines, "parse_choice", parse_and_note)
+    asyncio.run(scenario())
+    assert len(set(read_in)) == len(read_in) == 4
 
 
 def test_logprobs_may_come_as_numbers():
@@ -74,7 +121,7 @@ def test_logprobs_may_come_as_numbers():
             engine.choice = {"logprobs": None, "token_logprobs": [-0.5, -0.75]}
             return await generate(pool)
 
-    assert asyncio.run(scenario()).logprobs == [-0.5, -0.75]
+    assert [*asyncio.run(scenario()).logprobs] == [-0.5, -0.75]
 
 
 def test_versions_change_within_an_answer_and_routing_is_decoded():
@@ -90,7 +137,7 @@ def test_versions_change_within_an_answer_and_routing_is_decoded():
             return await generate(pool)
 
     result = asyncio.run(scenario())
-    assert result.versions == [3, 4]
+    assert [*result.versions] == [3, 4]
     np.testing.assert_array_equal(result.routed_experts, routed)
 
 
@@ -137,7 +184,7 @@ def test_tokens_without_a_label_count_as_old_as_they_can_be():
             while not engine.held:
                 await asyncio.sleep(0.01)
             await pool.update_weights(6, {})
-            return (await job).versions, (await generate(pool)).versions
+            return [*(await job).versions], [*(await generate(pool)).versions]
 
     assert asyncio.run(scenario()) == ([5, 5], [6, 6])
 

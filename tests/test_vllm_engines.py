@@ -100,7 +100,7 @@ def test_a_prompt_is_computed_by_one_engine_and_continued_by_another(apart: Serv
         received = apart.http.metric("external_prefix_cache_hits_total")
         generation = apart.sample(LONG_PROMPT, max_tokens=24)
         assert len(generation.token_ids) == 24
-        assert generation.versions == [apart.version] * 24
+        assert [*generation.versions] == [apart.version] * 24
         assert differences(model, generation, LONG_PROMPT).max() < 1e-3
         got = apart.http.metric("external_prefix_cache_hits_total") - received
         assert got >= len(LONG_PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS - 1, "the prompt was computed again"

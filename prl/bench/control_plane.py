@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import resource
 import socket
@@ -201,6 +202,7 @@ async def carry(load: Load, engine_ports: list[int], listener: socket.socket) ->
     for trainer in trainers:
         trainer.start()
     await plane.rollout("warm")  # connections
+    gc.freeze()  # as in every role of a run, whose collector leaves out what was imported
     watching = asyncio.create_task(watch.follow())
     before, started_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     tokens = await plane.feed()

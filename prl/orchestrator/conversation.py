@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,6 +13,8 @@ from prl.envs.protocol import Reply, Tool
 from prl.models.text.chat import ChatRenderer, Message
 from prl.orchestrator.engine_answers import EngineError
 from prl.orchestrator.rollout import Generation, RolloutFailed, Sample
+
+LONG = 8_000  # characters of a text that is tokenised beside the event loop, which 110,000 would hold for 0.15 s
 
 # (prompt ids, max_tokens, tokens whose experts are known) -> generation
 Generate = Callable[[list[int], int, int], Awaitable[Generation]]
@@ -49,7 +52,7 @@ class Conversation:
         self.messages[len(self.messages) if keep is None else keep :] = messages
         if self.turns >= self.max_turns:
             return None
-        rendered = self._render_prompt(tools or [])
+        rendered = await self._render_prompt(tools or [])
         if rendered is None:
             self.truncated = True
             return None
@@ -73,6 +76,7 @@ class Conversation:
         self.truncated |= generation.finish_reason == "length"
         sample.append_generation(generation)
         self.text = text + self.renderer.decode(generation.token_ids, skip_special_tokens=False)
+        await asyncio.sleep(0)  # of 32k tokens each takes 10 ms
         content = self.renderer.decode(generation.token_ids, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": content})
         return Reply(content, generation.finish_reason, prompt_tokens, len(generation.token_ids))
@@ -88,7 +92,7 @@ class Conversation:
                 fix="a model whose template does, say model=qwen3_0_6b, or an environment without tools",
             )
 
-    def _render_prompt(self, tools: list[Tool]) -> tuple[Sample, list[int], str] | None:
+    async def _render_prompt(self, tools: list[Tool]) -> tuple[Sample, list[int], str] | None:
         """The sample to go on with, the prompt's tokens behind it, and the text of both; None when no token would fit
         behind them. Raises RolloutFailed for messages that the chat template or the tokenizer refuses.
         """
@@ -98,7 +102,8 @@ class Conversation:
             if added is None:
                 sample, text = Sample(), ""
                 added = self.renderer.text(self.messages, add_generation_prompt=True, tools=tools)
-            ids = self.renderer.encode(added)
+            long = len(added) > LONG  # tokenizers let other threads run while they encode
+            ids = await asyncio.to_thread(self.renderer.encode, added) if long else self.renderer.encode(added)
         if len(sample.input_ids) + len(ids) >= self.config.max_model_len:
             return None
         return sample, ids, text + added

@@ -94,6 +94,7 @@ class EnginePool:
         self.any_serving = asyncio.Event()
         self.any_serving.set()
         self.updating = asyncio.Lock()  # nobody is readmitted between two versions
+        self.reading = asyncio.Lock()  # of several long answers that are there at once, one in a turn of the event loop
         self.init_info: dict[str, Any] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None  # version and update_info
         self.restarts = self.retried = 0  # replicas, requests
@@ -262,12 +263,14 @@ class EnginePool:
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        generation = parse_choice(reply["choices"][0], known)
-        generation.cached_tokens = cached_tokens(reply)
-        if self.config.return_routed_experts:
-            check_routing(generation, len(prompt_ids))
-        if telling:
-            check_kept(generation)
+        async with self.reading:
+            generation = parse_choice(reply["choices"][0], known)
+            generation.cached_tokens = cached_tokens(reply)
+            if self.config.return_routed_experts:
+                check_routing(generation, len(prompt_ids))
+            if telling:
+                check_kept(generation)
+            await asyncio.sleep(0)
         self.aborted += generation.finish_reason == "abort"
         return generation
 

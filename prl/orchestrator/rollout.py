@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from prl.envs.protocol import Outcome
 from prl.models.text.chat import Message
 from prl.transport.kept import KeptTokens
 
-NONE_SAMPLED = sys.maxsize  # younger than any version
+NONE_SAMPLED = int(np.iinfo(np.int32).max)  # younger than any version
 
 
 @dataclass
@@ -21,8 +20,8 @@ class Generation:
     """One answer of an engine."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of the distribution sampled from
-    versions: list[int]  # policy version of each token
+    logprobs: list[float] | np.ndarray  # of the distribution sampled from
+    versions: list[int] | np.ndarray  # policy version of each token
     finish_reason: str  # "stop" | "length" | "abort"
     routed_experts: np.ndarray | None  # [prompt + completion - 1 - routing_start, L, K] uint8 or uint16
     kept: KeptTokens | None = None  # what each token was drawn from, where sampling is truncated
@@ -81,11 +80,13 @@ class Sample:
         if generation.kept is not None:
             before = (self.kept or KeptTokens.whole(0)).fit(len(self.input_ids))
             self.kept = KeptTokens.join([before, generation.kept])
-        self.input_ids += array("i", generation.token_ids)  # made at once; to extend by a list takes twice as long
-        self.loss_mask.extend(array("b", [1]) * len(generation.token_ids))
-        self.logp_infer += array("f", generation.logprobs)
-        self.versions += array("i", generation.versions)
-        self.oldest_version = min(self.oldest_version, min(generation.versions, default=NONE_SAMPLED))
+        # each made at once: to extend by a list takes several times as long, during which the event loop is held
+        self.input_ids += array("i", generation.token_ids)
+        self.loss_mask.frombytes(b"\1" * len(generation.token_ids))
+        self.logp_infer.frombytes(np.asarray(generation.logprobs, np.float32).tobytes())
+        versions = np.asarray(generation.versions, np.int32)
+        self.versions.frombytes(versions.tobytes())
+        self.oldest_version = min(self.oldest_version, int(versions.min(initial=NONE_SAMPLED)))
         if generation.routed_experts is not None:
             if generation.routing_start not in (0, self.routed_tokens):
                 raise ValueError(
