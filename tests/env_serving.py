@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from prl.config.schema import EnvConfig
 from prl.envs.protocol import Reply
 from prl.envs.worker import EnvWorker
-from prl.orchestrator.env_client import EnvClient
+from prl.orchestrator.rollouts.env_client import EnvClient
 from prl.runtime.process.keys import RunKeys
 
 

@@ -6,7 +6,7 @@ import contextlib
 from aiohttp import web
 
 from prl.config.schema import InferenceConfig, SamplingConfig
-from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.engines.pool import EnginePool
 from prl.runtime.process.keys import RunKeys
 from prl.transport.answers import encode_answer
 

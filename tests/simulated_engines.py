@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from prl.config.schema import ConcurrencyConfig, InferenceConfig
-from prl.orchestrator.concurrency import Controller, Demand, EngineLoad
+from prl.orchestrator.engines.concurrency import Controller, Demand, EngineLoad
 
 STEP_S, REQUEST_S, PREFILL_S = 0.02, 0.0002, 0.00002  # of a decode step: fixed, for each request, for a prefilled token
 

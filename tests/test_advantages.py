@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from prl.config.schema import AlgoConfig
-from prl.orchestrator.advantages import ADVANTAGES, group_advantages, has_signal, overlong_penalty
+from prl.orchestrator.rollouts.advantages import ADVANTAGES, group_advantages, has_signal, overlong_penalty
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 0.5])  # mean 0.5, std sqrt(0.2)
 

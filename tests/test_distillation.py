@@ -29,9 +29,10 @@ from prl.inference.sequences import Request
 from prl.models.checkpoints.reading import load_model
 from prl.models.layers.packed_attention import packed_attention
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.producer import Producer
-from prl.orchestrator.rollout import Generation, Group, Rollout, Sample
-from prl.orchestrator.teacher import FLOOR, Teacher, read_logprobs, teacher_columns
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.rollouts.producer import Producer
+from prl.orchestrator.rollouts.rollout import Group, Rollout, Sample
+from prl.orchestrator.rollouts.teacher import FLOOR, Teacher, read_logprobs, teacher_columns
 from prl.runtime.directory.status_file import read_status
 
 CPU = torch.device("cpu")

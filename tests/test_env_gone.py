@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from prl.orchestrator.env_client import EnvClient
-from prl.orchestrator.rollout import EnvironmentGone
+from prl.orchestrator.rollouts.env_client import EnvClient
+from prl.orchestrator.rollouts.rollout import EnvironmentGone
 
 pytestmark = pytest.mark.slow
 

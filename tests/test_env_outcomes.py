@@ -19,12 +19,12 @@ from prl.config.errors import UserError
 from prl.envs.checks import Nonsense, check_messages, check_number, check_reward, check_tasks, check_tools
 from prl.envs.protocol import Score, Task, user
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.env_client import EnvClient
-from prl.orchestrator.failure_log import KEPT, MAX_BYTES, FailureLog
-from prl.orchestrator.producer import Producer
-from prl.orchestrator.rollout import EnvironmentGone, FailedRollout, Group, Rollout, RolloutFailed, Sample
-from prl.orchestrator.runner import MAX_FAILURES_IN_A_ROW, EnvironmentBroken, NothingWorks, RolloutRunner
-from prl.orchestrator.tasks import TaskChoice, TaskSampler
+from prl.orchestrator.rollouts.env_client import EnvClient
+from prl.orchestrator.rollouts.failure_log import KEPT, MAX_BYTES, FailureLog
+from prl.orchestrator.rollouts.producer import Producer
+from prl.orchestrator.rollouts.rollout import EnvironmentGone, FailedRollout, Group, Rollout, RolloutFailed, Sample
+from prl.orchestrator.rollouts.runner import MAX_FAILURES_IN_A_ROW, EnvironmentBroken, NothingWorks, RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskChoice, TaskSampler
 from prl.runtime.directory.files import read_objects
 
 ODD = [
@@ -402,7 +402,7 @@ def test_what_is_nobodys_data_ends_the_run_with_its_own_error(renderer, tmp_path
     ],
 )
 def test_a_long_row_of_failures_names_their_outcomes(renderer, tmp_path, end, replies, error, words, monkeypatch):
-    monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.1)
+    monkeypatch.setattr("prl.orchestrator.rollouts.runner.DEATH_S", 0.1)
     with pytest.raises(NothingWorks, match=words) as caught:
         results_of(renderer, Scripted(end, replies), tmp_path, count=MAX_FAILURES_IN_A_ROW)
     assert type(caught.value) is error
@@ -411,7 +411,7 @@ def test_a_long_row_of_failures_names_their_outcomes(renderer, tmp_path, end, re
 
 def test_a_long_row_from_an_engine_that_is_ending_is_no_end_of_the_orchestrators(renderer, tmp_path, monkeypatch):
     """A dead engine refuses all at once; its process, which knows why, takes a moment to say so."""
-    monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.5)
+    monkeypatch.setattr("prl.orchestrator.rollouts.runner.DEATH_S", 0.5)
 
     def is_ending(engine, pool):
         asyncio.get_running_loop().call_later(0.3, pool.any_serving.clear)
@@ -427,7 +427,7 @@ def test_one_of_two_engines_that_dies_and_is_started_again_is_no_end_of_the_orch
     renderer, tmp_path, monkeypatch
 ):
     """The other serves all the time; whether it was a death tells the count of those."""
-    monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.5)
+    monkeypatch.setattr("prl.orchestrator.rollouts.runner.DEATH_S", 0.5)
 
     def restarted(engine, pool):
         pool.restarts += 1
@@ -439,7 +439,7 @@ def test_one_of_two_engines_that_dies_and_is_started_again_is_no_end_of_the_orch
 
 
 def test_a_slow_engine_is_not_the_environments_fault(renderer, tmp_path, monkeypatch):
-    monkeypatch.setattr("prl.orchestrator.runner.DEATH_S", 0.1)
+    monkeypatch.setattr("prl.orchestrator.rollouts.runner.DEATH_S", 0.1)
     with pytest.raises(NothingWorks, match=r"an engine was generating\..*too slow for so many") as caught:
         results_of(
             renderer, Scripted(never), tmp_path, count=MAX_FAILURES_IN_A_ROW, before=lambda engine, _: engine.go.clear()

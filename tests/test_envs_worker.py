@@ -11,7 +11,7 @@ from env_serving import said, serving
 
 from prl.envs.protocol import ChatEnded, Environment, Score, Task, user
 from prl.envs.worker import MAX_STUCK_REWARDS, TooManyStuckRewards
-from prl.orchestrator.env_client import RolloutFailed
+from prl.orchestrator.rollouts.env_client import RolloutFailed
 
 RELEASE = threading.Event()  # ends hanging rewards when a test is over
 

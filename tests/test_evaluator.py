@@ -22,9 +22,9 @@ from prl.config import ConfigError, compose
 from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.metrics.writer import MetricsWriter
-from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.served import ServedEngines, gave_nothing
 from prl.orchestrator.intervals import bootstrap, interval_over_tasks, wilson
-from prl.orchestrator.served import ServedEngines, gave_nothing
 from prl.planning.planner import make_plan
 from prl.runtime.agent import freeze
 from prl.runtime.directory.checkpoints import TRAINER, commit, staging_dir

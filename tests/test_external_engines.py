@@ -21,7 +21,7 @@ from launch.shapes import refuse_loopback_engines
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.metrics.writer import MetricsWriter
-from prl.orchestrator.external import ExternalEngines
+from prl.orchestrator.engines.external import ExternalEngines
 from prl.planning import make_plan
 from prl.planning.render import render_plan
 from prl.runtime import external
@@ -173,8 +173,8 @@ def test_who_cannot_serve_a_run_is_refused_by_name(routes, what, remedy) -> None
 )
 def test_the_loss_of_an_engine_is_one_sentence_that_says_how_it_goes_on(tmp_path, monkeypatch, answer, said) -> None:
     monkeypatch.setenv(VARIABLE, KEY)
-    monkeypatch.setattr("prl.orchestrator.external.RENEW_S", 0.05)
-    monkeypatch.setattr("prl.orchestrator.external.PATIENCE_S", 0.0)
+    monkeypatch.setattr("prl.orchestrator.engines.external.RENEW_S", 0.05)
+    monkeypatch.setattr("prl.orchestrator.engines.external.PATIENCE_S", 0.0)
     routes: dict[str, tuple[int, object]] = {LEASE: (200, facts() | {"grant": "g"})}
 
     async def lose(url: str, server: contextlib.ExitStack) -> None:

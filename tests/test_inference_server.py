@@ -19,8 +19,8 @@ from weight_updates import published, update, weights
 from prl.models.families.build import build_decoder
 from prl.models.layers.decoder import Decoder
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.concurrency import EngineLoad
-from prl.orchestrator.engine_watch import parse_loads
+from prl.orchestrator.engines.concurrency import EngineLoad
+from prl.orchestrator.engines.watch import parse_loads
 from prl.transport.weights import FilesystemPublisher, Publisher, SharedMemoryPublisher
 
 OVERRIDES = ["inference.return_routed_experts=true", "inference.api_key_var=PRL_TEST_KEY", "inference.max_num_seqs=32"]

@@ -15,9 +15,9 @@ from prl.config.schema import RolloutsConfig
 from prl.metrics import rollouts as files
 from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import save_byte_tokenizer
-from prl.orchestrator.kept_rollouts import OF_A_GROUP, OF_A_TASK, TOKENS_OF_A_STEP, KeptRollouts
-from prl.orchestrator.producer import StepGroups
-from prl.orchestrator.rollout import FailedRollout, Group
+from prl.orchestrator.rollouts.kept_rollouts import OF_A_GROUP, OF_A_TASK, TOKENS_OF_A_STEP, KeptRollouts
+from prl.orchestrator.rollouts.producer import StepGroups
+from prl.orchestrator.rollouts.rollout import FailedRollout, Group
 from prl.runtime.directory.files import read_objects
 from prl.trainer.loops.kept_logp import KeptLogp
 from prl.trainer.policy import TokenStats

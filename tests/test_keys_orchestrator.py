@@ -17,16 +17,16 @@ from prl.config.schema import ConcurrencyConfig, EvalConfig, SamplingConfig
 from prl.envs.protocol import Score
 from prl.models.text.chat import ChatRenderer
 from prl.orchestrator import neighbours
-from prl.orchestrator.concurrency import Limiter
-from prl.orchestrator.engine_watch import EngineWatch
-from prl.orchestrator.evaluation import evaluate
+from prl.orchestrator.engines.concurrency import Limiter
+from prl.orchestrator.engines.watch import EngineWatch
 from prl.orchestrator.evaluations_due import EvaluationsDue
-from prl.orchestrator.kept_rollouts import Kept
 from prl.orchestrator.loop import Orchestrator
-from prl.orchestrator.producer import Producer, StepGroups
-from prl.orchestrator.rollout import Group
-from prl.orchestrator.runner import RolloutRunner
-from prl.orchestrator.tasks import TaskChoice, TaskSampler
+from prl.orchestrator.rollouts.evaluation import evaluate
+from prl.orchestrator.rollouts.kept_rollouts import Kept
+from prl.orchestrator.rollouts.producer import Producer, StepGroups
+from prl.orchestrator.rollouts.rollout import Group
+from prl.orchestrator.rollouts.runner import RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskChoice, TaskSampler
 from prl.transport.batch import TrainBatch
 from prl.transport.weights import make_publisher
 

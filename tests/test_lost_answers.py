@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from fake_engine import generate, pool_of
 
-from prl.orchestrator import engines
-from prl.orchestrator.engine_answers import EngineError
+from prl.orchestrator.engines import pool as engines
+from prl.orchestrator.engines.answers import EngineError
 from prl.runtime.process.failures import classify
 
 UPDATE = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]

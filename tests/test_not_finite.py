@@ -15,7 +15,7 @@ from trainer_ranks import Job, run_job, run_ranks
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import AlgoConfig
-from prl.orchestrator.engine_answers import EngineError, parse_choice
+from prl.orchestrator.engines.answers import EngineError, parse_choice
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import find_damage, parts_of
 from prl.trainer.expert_balance import ExpertBalance

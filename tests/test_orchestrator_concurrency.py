@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulated_engines import Engine, adaptive, fixed, simulate
 
 from prl.config.schema import ConcurrencyConfig, InferenceConfig
-from prl.orchestrator.concurrency import CREEP, Controller, Demand, EngineLoad, Limiter, start_limit
+from prl.orchestrator.engines.concurrency import CREEP, Controller, Demand, EngineLoad, Limiter, start_limit
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
 

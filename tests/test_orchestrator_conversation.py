@@ -12,9 +12,10 @@ from tiny import END, byte_tokenizer
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.conversation import Conversation
+from prl.orchestrator.engines.generation import Generation
 from prl.orchestrator.loop_watch import LoopWatch
-from prl.orchestrator.rollout import Generation, Sample
+from prl.orchestrator.rollouts.conversation import Conversation
+from prl.orchestrator.rollouts.rollout import Sample
 
 # drops all but the last assistant turn's content before "]", as reasoning models' templates drop earlier thoughts
 REWRITING = (

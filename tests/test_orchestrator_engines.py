@@ -10,10 +10,10 @@ import pytest
 from fake_engine import generate, pool_of
 
 from prl.config.schema import SamplingConfig
-from prl.orchestrator import engines
-from prl.orchestrator.engine_answers import LARGE, EngineError
-from prl.orchestrator.engine_requests import PAUSE
-from prl.orchestrator.lockstep import Lockstep
+from prl.orchestrator.engines import pool as engines
+from prl.orchestrator.engines.answers import LARGE, EngineError
+from prl.orchestrator.engines.lockstep import Lockstep
+from prl.orchestrator.engines.requests import PAUSE
 
 
 def encoded(routed):

@@ -8,9 +8,10 @@ import pytest
 
 from prl.config import compose
 from prl.orchestrator.batching import MOST_LAGS, build_batches, encode_step, lag_columns, release, staleness
-from prl.orchestrator.producer import Producer, StepGroups
-from prl.orchestrator.rollout import FailedRollout, Generation, Group, Rollout, Sample
-from prl.orchestrator.tasks import TaskSampler
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.rollouts.producer import Producer, StepGroups
+from prl.orchestrator.rollouts.rollout import FailedRollout, Group, Rollout, Sample
+from prl.orchestrator.rollouts.tasks import TaskSampler
 from prl.transport.batch import TrainBatch
 from prl.transport.serving import InPieces
 

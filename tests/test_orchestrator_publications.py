@@ -12,8 +12,8 @@ from test_orchestrator_restarts import UPDATE, dead_server, until
 
 from prl.config import compose
 from prl.orchestrator.batching import EncodedStep
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engines import NoWeights
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.pool import NoWeights
 from prl.orchestrator.loop import Orchestrator
 from prl.planning.planner import make_plan
 from prl.runtime.process.restarts import why_final
@@ -102,7 +102,7 @@ def test_a_death_in_an_update_leaves_the_others_paused_until_the_next(first):
 
 
 def test_a_failure_in_an_update_without_a_death_is_an_error(monkeypatch):
-    monkeypatch.setattr("prl.orchestrator.engines.NOTICE_S", 0.1)
+    monkeypatch.setattr("prl.orchestrator.engines.pool.NOTICE_S", 0.1)
 
     async def scenario():
         async with pool_of(2) as (pool, (_, other)):

@@ -16,8 +16,8 @@ from weight_updates import published
 from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.checkpoints.writing import hf_tensors
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.restarts import INTERVAL_S, follow_restarts
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.restarts import INTERVAL_S, follow_restarts
 from prl.transport.weights import FilesystemPublisher
 
 UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from prl.config import compose
 from prl.config.schema import EvalConfig, SamplingConfig
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.evaluation import choose_tasks, evaluate, pass_at_k
+from prl.orchestrator.engines.answers import EngineError
 from prl.orchestrator.loop import Orchestrator
-from prl.orchestrator.rollout import FailedRollout, Rollout, Sample
-from prl.orchestrator.tasks import TaskSampler, request_seed
+from prl.orchestrator.rollouts.evaluation import choose_tasks, evaluate, pass_at_k
+from prl.orchestrator.rollouts.rollout import FailedRollout, Rollout, Sample
+from prl.orchestrator.rollouts.tasks import TaskSampler, request_seed
 from prl.planning.planner import make_plan
 
 COUNTS, WEIGHTS = {"b": 7, "a": 30}, {"a": 3.0, "b": 1.0}

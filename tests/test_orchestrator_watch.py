@@ -10,12 +10,12 @@ from prl.config import compose
 from prl.config.schema import ConcurrencyConfig
 from prl.envs.protocol import Score
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator import engines as engines_module
-from prl.orchestrator.concurrency import EngineLoad, Limiter, start_limit
-from prl.orchestrator.engine_watch import EngineWatch, parse_loads
-from prl.orchestrator.rollout import Rollout
-from prl.orchestrator.runner import RolloutRunner
-from prl.orchestrator.tasks import TaskChoice
+from prl.orchestrator.engines import pool as engines_module
+from prl.orchestrator.engines.concurrency import EngineLoad, Limiter, start_limit
+from prl.orchestrator.engines.watch import EngineWatch, parse_loads
+from prl.orchestrator.rollouts.rollout import Rollout
+from prl.orchestrator.rollouts.runner import RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskChoice
 
 IDLE, BUSY = (1, 0, 0.1, 0), (30, 0, 0.9, 0)
 

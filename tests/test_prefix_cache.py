@@ -20,8 +20,8 @@ from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.runner import RolloutRunner
-from prl.orchestrator.tasks import TaskChoice
+from prl.orchestrator.rollouts.runner import RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskChoice
 from prl.transport.weights_files import FilesystemPublisher
 
 NEW = dict(hf_tensors(random_model(moe_card(), seed=1)))

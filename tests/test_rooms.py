@@ -1,4 +1,4 @@
-"""The rooms of prl/runtime import only what their README lets them; families are known by name in few places."""
+"""Rooms of a folder import only what its README lets them; families are known by name in few places."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import pytest
 
 from prl.config.families import FAMILIES
 
-RUNTIME = Path(__file__).parent.parent / "prl/runtime"
-ROOMS = ["directory", "process", "nodes", "people"]  # each may import those before it
+PRL = Path(__file__).parent.parent / "prl"
+ROOMS = {  # each may import those before it
+    "runtime": ["directory", "process", "nodes", "people"],
+    "orchestrator": ["engines", "rollouts"],
+}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_from_those_before_it(room):
-    allowed = ROOMS[: ROOMS.index(room) + 1]
-    modules = sorted((RUNTIME / room).glob("*.py"))
+@pytest.mark.parametrize(("folder", "room"), [(folder, room) for folder, rooms in ROOMS.items() for room in rooms])
+def test_a_room_imports_from_those_before_it(folder, room):
+    rooms = ROOMS[folder]
+    allowed = rooms[: rooms.index(room) + 1]
+    modules = sorted((PRL / folder / room).glob("*.py"))
     assert modules
     for module in modules:
-        imported = re.findall(r"^\s*(?:from|import) prl\.runtime\.(\w+)", module.read_text(), re.MULTILINE)
+        imported = re.findall(rf"^\s*(?:from|import) prl\.{folder}\.(\w+)", module.read_text(), re.MULTILINE)
         assert set(imported) <= set(allowed), f"{module} imports {set(imported) - set(allowed)}"
 
 
@@ -27,7 +31,7 @@ def test_nothing_outside_of_the_models_asks_for_a_familys_name():
     """A new family is a file, a row and a card (CONTRIBUTING.md); who needs to know something asks one of these."""
     names = "|".join(sorted(FAMILIES, key=len, reverse=True))
     tables = {"prl/config/families.py", "prl/config/cards.py", "prl/config/schema_model.py"}
-    root = RUNTIME.parent.parent
+    root = PRL.parent
     modules = [*root.glob("prl/**/*.py"), *root.glob("launch/**/*.py")]
     others = [path for path in modules if not path.relative_to(root).as_posix().startswith("prl/models/")]
     named = {

@@ -16,9 +16,9 @@ from prl.config.schema import InferenceConfig, RouterConfig
 from prl.inference.guard import GENERATING_ROUTES, Doors
 from prl.inference.router import replicas
 from prl.inference.router.proxy import CONTROL_ROUTES, Router
-from prl.orchestrator import engines
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.engines import pool as engines
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.pool import EnginePool
 from prl.runtime.process.keys import RunKeys
 
 KEY = {"Authorization": "Bearer token"}

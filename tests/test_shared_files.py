@@ -25,7 +25,7 @@ from prl.compare.points import read_directory
 from prl.config.errors import UserError
 from prl.metrics.reader import truncate_rows
 from prl.metrics.wandb_mirror import Feed
-from prl.orchestrator.rollout_log import RolloutLog
+from prl.orchestrator.rollouts.rollout_log import RolloutLog
 from prl.runtime.agent import read_attempts, write_attempt
 from prl.runtime.directory.checkpoints import steps
 from prl.runtime.directory.files import as_user_error

@@ -20,8 +20,9 @@ from prl.inference.sampling import SamplingParams
 from prl.inference.sequences import Request
 from prl.models.layers.packed_attention import packed_attention
 from prl.orchestrator.batching import to_document
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.rollout import Generation, Rollout, Sample
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.rollouts.rollout import Rollout, Sample
 from prl.trainer.head.head import logprob_head
 from prl.trainer.head.truncation import KeptSets
 from prl.transport.batch import TrainBatch

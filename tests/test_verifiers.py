@@ -17,7 +17,7 @@ from prl.config import ConfigError, compose
 from prl.config.errors import UserError
 from prl.envs.loading import load_env
 from prl.envs.protocol import Score
-from prl.orchestrator.env_client import RolloutFailed
+from prl.orchestrator.rollouts.env_client import RolloutFailed
 
 REASONING_GYM = {"id": "verifiers:ReasoningGymEnv", "args": {"gym": "spell_backward", "num_train_examples": 12}}
 

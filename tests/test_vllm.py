@@ -34,12 +34,12 @@ from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.decoder import Decoder
-from prl.orchestrator.concurrency import EngineLoad
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engine_requests import PAUSE
-from prl.orchestrator.engine_watch import parse_loads
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.concurrency import EngineLoad
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.pool import EnginePool
+from prl.orchestrator.engines.requests import PAUSE
+from prl.orchestrator.engines.watch import parse_loads
 from prl.transport.weights import Publisher
 
 pytestmark = [

@@ -26,8 +26,8 @@ from prl.inference.router.proxy import Router
 from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.layers.decoder import Decoder
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.pool import EnginePool
 from prl.transport.weights import make_publisher
 
 pytestmark = [

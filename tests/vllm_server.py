@@ -26,8 +26,8 @@ from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.decoder import Decoder
 from prl.models.layers.packed_attention import packed_attention
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.pool import EnginePool
 from prl.planning import make_plan
 from prl.runtime.process.keys import RunKeys
 from prl.transport.weights import Publisher

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from prl.metrics import rollouts as files
-from prl.orchestrator.rollout import Generation, Rollout, Sample
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.rollouts.rollout import Rollout, Sample
 
 START_S = 1_790_000_000.0
 

@@ -24,10 +24,10 @@ from aiohttp import web
 
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.batching import EncodedStep, encode_step, release
-from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.engines.pool import EnginePool
 from prl.orchestrator.loop_watch import LoopWatch
-from prl.orchestrator.producer import StepGroups
-from prl.orchestrator.rollout import Group, Rollout, Sample
+from prl.orchestrator.rollouts.producer import StepGroups
+from prl.orchestrator.rollouts.rollout import Group, Rollout, Sample
 from prl.orchestrator.server import start_server
 from prl.runtime.process.keys import RunKeys
 from prl.trainer.loops.batches import BatchClient

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from prl.orchestrator.producer import StepGroups
-from prl.orchestrator.rollout import Rollout, Sample
+from prl.orchestrator.rollouts.producer import StepGroups
+from prl.orchestrator.rollouts.rollout import Rollout, Sample
 from prl.transport.batch import TrainBatch
 from prl.transport.frames import Message
 from prl.transport.packing import Document, Work, pack_for_ranks

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from prl.config.schema import RunConfig
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.env_client import EnvClient
-from prl.orchestrator.evaluation import Ended, TaskScore, evaluate, task_scores
-from prl.orchestrator.failure_log import FailureLog
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.pool import EnginePool
+from prl.orchestrator.engines.served import gave_nothing, served_engines
 from prl.orchestrator.intervals import ABOUT, interval_over_tasks
-from prl.orchestrator.kept_rollouts import KeptRollouts
 from prl.orchestrator.neighbours import load_renderer, own_engines
-from prl.orchestrator.runner import EnvironmentBroken, NothingWorks, RolloutRunner
-from prl.orchestrator.served import gave_nothing, served_engines
+from prl.orchestrator.rollouts.env_client import EnvClient
+from prl.orchestrator.rollouts.evaluation import Ended, TaskScore, evaluate, task_scores
+from prl.orchestrator.rollouts.failure_log import FailureLog
+from prl.orchestrator.rollouts.kept_rollouts import KeptRollouts
+from prl.orchestrator.rollouts.runner import EnvironmentBroken, NothingWorks, RolloutRunner
 from prl.runtime.directory.evaluation import RESULT, read_source
 from prl.runtime.directory.files import replace_file
 from prl.runtime.process.child import ChildContext

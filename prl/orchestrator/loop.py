@@ -15,27 +15,27 @@ from prl.metrics.reader import read_rows
 from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.batching import EncodedStep, encode_step, release
 from prl.orchestrator.checkpointing import Checkpointing
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engine_watch import EngineWatch
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.env_client import EnvClient
-from prl.orchestrator.evaluation import Ended, evaluate
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.external import ExternalEngines
+from prl.orchestrator.engines.lockstep import Lockstep
+from prl.orchestrator.engines.pool import EnginePool
+from prl.orchestrator.engines.watch import EngineWatch
 from prl.orchestrator.evaluations_due import EvaluationsDue
-from prl.orchestrator.external import ExternalEngines
-from prl.orchestrator.failure_log import FailureLog
 from prl.orchestrator.handout import Handout
-from prl.orchestrator.kept_rollouts import Kept, KeptRollouts
-from prl.orchestrator.lockstep import Lockstep
 from prl.orchestrator.loop_watch import LoopWatch
 from prl.orchestrator.neighbours import load_renderer, own_engines
-from prl.orchestrator.producer import Producer, StepGroups
 from prl.orchestrator.publications import Publications
-from prl.orchestrator.rollout_log import RolloutLog
-from prl.orchestrator.runner import RolloutRunner
+from prl.orchestrator.rollouts.env_client import EnvClient
+from prl.orchestrator.rollouts.evaluation import Ended, evaluate
+from prl.orchestrator.rollouts.failure_log import FailureLog
+from prl.orchestrator.rollouts.kept_rollouts import Kept, KeptRollouts
+from prl.orchestrator.rollouts.producer import Producer, StepGroups
+from prl.orchestrator.rollouts.rollout_log import RolloutLog
+from prl.orchestrator.rollouts.runner import RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskSampler
+from prl.orchestrator.rollouts.teacher import Teacher
 from prl.orchestrator.server import start_server
 from prl.orchestrator.step_row import step_row
-from prl.orchestrator.tasks import TaskSampler
-from prl.orchestrator.teacher import Teacher
 from prl.orchestrator.waiting import told_while_waiting
 from prl.runtime.process.child import ChildContext
 from prl.transport.frames import Message

@@ -10,8 +10,8 @@ from typing import Any
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import check_template, load_tokenizer
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.restarts import follow_restarts
+from prl.orchestrator.engines.pool import EnginePool
+from prl.orchestrator.engines.restarts import follow_restarts
 from prl.runtime.process.child import ChildContext
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from prl.config.schema import AlgoConfig
 from prl.orchestrator.batching import EncodedStep, lag_columns
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.producer import StepGroups
-from prl.orchestrator.runner import RunnerStats
-from prl.orchestrator.teacher import teacher_columns
+from prl.orchestrator.engines.pool import EnginePool
+from prl.orchestrator.rollouts.producer import StepGroups
+from prl.orchestrator.rollouts.runner import RunnerStats
+from prl.orchestrator.rollouts.teacher import teacher_columns
 
 
 def step_row(

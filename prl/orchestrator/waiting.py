@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from prl.metrics.alarms import WAITING
 from prl.metrics.writer import MetricsWriter
-from prl.orchestrator.producer import Producer
+from prl.orchestrator.rollouts.producer import Producer
 
 EVERY_S = 20.0
 

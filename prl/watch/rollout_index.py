@@ -11,7 +11,7 @@ import numpy as np
 
 from prl.config.console import one_line
 from prl.metrics import rollouts as files
-from prl.orchestrator.failure_log import FILE_NAME as FAILURES
+from prl.orchestrator.rollouts.failure_log import FILE_NAME as FAILURES
 from prl.runtime.directory.files import parse_json, parse_object
 from prl.watch.following import Line, Lines, read_line
 

@@ -11,8 +11,9 @@ from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig
 from prl.envs.protocol import Reply, Tool
 from prl.models.text.chat import ChatRenderer, Message
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.rollout import Generation, RolloutFailed, Sample
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.rollouts.rollout import RolloutFailed, Sample
 
 LONG = 8_000  # characters of a text that is tokenised beside the event loop, which 110,000 would hold for 0.15 s
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from prl.config.schema import EvalConfig, SamplingConfig
 from prl.envs.protocol import OUTCOMES
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.rollout import FailedRollout, Rollout
-from prl.orchestrator.runner import RolloutRunner
-from prl.orchestrator.tasks import TaskChoice
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.rollouts.rollout import FailedRollout, Rollout
+from prl.orchestrator.rollouts.runner import RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskChoice
 
 Ended = dict[tuple[str, int], list[Rollout | FailedRollout]]  # (env, task) -> its samples
 MAX_TRIES = 3  # of a sample that falls to the infrastructure

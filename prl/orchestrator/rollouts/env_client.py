@@ -17,7 +17,7 @@ import aiohttp
 
 from prl.envs.checks import Nonsense, check_messages, check_metrics, check_reward, check_text, check_tools
 from prl.envs.protocol import OUTCOMES, Message, Reply, Score, Tool
-from prl.orchestrator.rollout import EnvironmentGone, RolloutFailed
+from prl.orchestrator.rollouts.rollout import EnvironmentGone, RolloutFailed
 from prl.runtime.directory.files import parse_object
 
 # (messages, how many of the earlier ones stay in front of them, tools) -> the next turn, None: there is none

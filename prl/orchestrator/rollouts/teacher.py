@@ -22,9 +22,9 @@ import numpy as np
 from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, RunConfig
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.rollout import Group, Sample
-from prl.orchestrator.served import ServedEngines
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.served import ServedEngines
+from prl.orchestrator.rollouts.rollout import Group, Sample
 
 log = logging.getLogger("prl.orchestrator")
 

@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 
 from prl.config.errors import UserError
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.generation import Generation
 from prl.runtime.process.failures import HUNG_UP, NO_ANSWER_IN_TIME, NOBODY_LISTENS, UNREACHABLE
 from prl.transport.answers import ROUTING_START
 from prl.transport.kept import KeptTokens, decode_array, kept_of_candidates

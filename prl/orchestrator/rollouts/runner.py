@@ -13,15 +13,16 @@ from typing import Any
 from prl.config.schema import RunConfig, SamplingConfig
 from prl.envs.protocol import Message, Outcome
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.concurrency import UNLIMITED, Limiter, start_limit
-from prl.orchestrator.conversation import Conversation, Generate
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.env_client import EnvClient
-from prl.orchestrator.failure_log import FILE_NAME, FailureLog
-from prl.orchestrator.lockstep import Lockstep
-from prl.orchestrator.rollout import EnvironmentGone, FailedRollout, Generation, Group, Rollout, RolloutFailed, Sample
-from prl.orchestrator.tasks import TaskChoice, request_seed
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.concurrency import UNLIMITED, Limiter, start_limit
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.lockstep import Lockstep
+from prl.orchestrator.engines.pool import EnginePool
+from prl.orchestrator.rollouts.conversation import Conversation, Generate
+from prl.orchestrator.rollouts.env_client import EnvClient
+from prl.orchestrator.rollouts.failure_log import FILE_NAME, FailureLog
+from prl.orchestrator.rollouts.rollout import EnvironmentGone, FailedRollout, Group, Rollout, RolloutFailed, Sample
+from prl.orchestrator.rollouts.tasks import TaskChoice, request_seed
 from prl.planning.vllm_arguments import kept_parameters
 
 MAX_FAILURES_IN_A_ROW = 200

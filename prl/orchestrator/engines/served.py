@@ -17,10 +17,10 @@ import aiohttp
 from prl.config.errors import AwayError, UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engine_requests import GENERATE
-from prl.orchestrator.engines import CLIENT_ROUTES, EnginePool
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.pool import CLIENT_ROUTES, EnginePool
+from prl.orchestrator.engines.requests import GENERATE
 from prl.runtime.external import none_answers
 from prl.runtime.process.keys import RunKeys
 

@@ -12,7 +12,7 @@ import aiohttp
 
 from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
-from prl.orchestrator.engine_answers import (
+from prl.orchestrator.engines.answers import (
     EngineError,
     cached_tokens,
     check_kept,
@@ -20,8 +20,8 @@ from prl.orchestrator.engine_answers import (
     parse_choice,
     read_whole,
 )
-from prl.orchestrator.engine_requests import GENERATE, PAUSE, generate_body, update_steps
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.requests import GENERATE, PAUSE, generate_body, update_steps
 from prl.planning.vllm_arguments import PREFILL_ONLY
 from prl.runtime.process.keys import RunKeys, users_key
 from prl.transport.answers import decode_answer, unframed

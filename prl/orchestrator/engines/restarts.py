@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.engines.pool import EnginePool
 from prl.runtime.directory.status_file import read_status
 
 INTERVAL_S = 0.2

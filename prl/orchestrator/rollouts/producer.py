@@ -15,11 +15,11 @@ import numpy as np
 
 from prl.config.schema import RunConfig
 from prl.envs.protocol import OUTCOMES, Outcome
-from prl.orchestrator.advantages import group_advantages, has_signal
-from prl.orchestrator.rollout import Group, Rollout
-from prl.orchestrator.runner import RolloutRunner
-from prl.orchestrator.tasks import TaskSampler
-from prl.orchestrator.teacher import Teacher
+from prl.orchestrator.rollouts.advantages import group_advantages, has_signal
+from prl.orchestrator.rollouts.rollout import Group, Rollout
+from prl.orchestrator.rollouts.runner import RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskSampler
+from prl.orchestrator.rollouts.teacher import Teacher
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from prl.orchestrator.producer import StepGroups
+from prl.orchestrator.rollouts.producer import StepGroups
 from prl.runtime.directory.files import append_objects, read_objects, replace_file
 
 

@@ -14,9 +14,9 @@ import aiohttp
 
 from prl.config.errors import AwayError, UserError
 from prl.config.schema import RunConfig, SamplingConfig
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.pool import EnginePool
 from prl.runtime.external import (
     ANSWER_S,
     LEASE,

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from prl.config.schema import InferenceConfig
-from prl.orchestrator.concurrency import Controller, Engine, EngineLoad, Limiter
-from prl.orchestrator.engine_answers import EngineError
-from prl.orchestrator.engines import EnginePool
+from prl.orchestrator.engines.answers import EngineError
+from prl.orchestrator.engines.concurrency import Controller, Engine, EngineLoad, Limiter
+from prl.orchestrator.engines.pool import EnginePool
 
 # vLLM's names since 0.10; with data parallelism there is a line for each `engine`
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")

@@ -15,9 +15,9 @@ from prl.config.schema import RolloutsConfig
 from prl.metrics import rollouts as files
 from prl.metrics.writer import plain_value
 from prl.models.text.chat import ChatRenderer
-from prl.orchestrator.evaluation import Ended
-from prl.orchestrator.producer import StepGroups
-from prl.orchestrator.rollout import Group, Rollout, Sample
+from prl.orchestrator.rollouts.evaluation import Ended
+from prl.orchestrator.rollouts.producer import StepGroups
+from prl.orchestrator.rollouts.rollout import Group, Rollout, Sample
 
 OF_A_GROUP = 8  # rollouts kept of a group: the best, the worst, and others at random
 OF_A_TASK = 2  # samples kept of a held-out task

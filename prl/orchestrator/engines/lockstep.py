@@ -13,9 +13,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from prl.orchestrator.engine_requests import PAUSE
-from prl.orchestrator.engines import EnginePool
-from prl.orchestrator.rollout import Generation
+from prl.orchestrator.engines.generation import Generation
+from prl.orchestrator.engines.pool import EnginePool
+from prl.orchestrator.engines.requests import PAUSE
 
 Send = Callable[[int], Coroutine[Any, Any, Generation]]  # takes the replica to use
 
