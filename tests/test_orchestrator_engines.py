@@ -14,6 +14,7 @@ from prl.orchestrator.engines import pool as engines
 from prl.orchestrator.engines.answers import LARGE, EngineError
 from prl.orchestrator.engines.lockstep import Lockstep
 from prl.orchestrator.engines.requests import PAUSE
+from prl.orchestrator.engines.turnstile import Turnstile
 
 
 def encoded(routed):
@@ -113,6 +114,30 @@ def test_answers_that_come_at_once_are_read_in_as_many_turns_of_the_event_loop(m
     monkeypatch.setattr(engines, "parse_choice", parse_and_note)
     asyncio.run(scenario())
     assert len(set(read_in)) == len(read_in) == 4
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_burst_goes_on_in_order_and_a_few_in_each_turn_of_the_event_loop(at_once):
+    async def scenario():
+        turnstile, turn, came = Turnstile(at_once), [0], []
+
+        async def one(index):
+            await turnstile.through()
+            came.append((turn[0], index))
+
+        burst = [asyncio.create_task(one(index)) for index in range(8)]
+        while not all(task.done() for task in burst):
+            await asyncio.sleep(0)
+            turn[0] += 1
+        await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(8, 16))), 60)
+        return came
+
+    came = asyncio.run(scenario())
+    assert [index for _, index in came] == list(range(16))
+    turns = [turn for turn, index in came if index < 8]
+    assert [turns.count(turn) for turn in dict.fromkeys(turns)] == [at_once] * (8 // at_once) + [8 % at_once] * (
+        8 % at_once > 0
+    )
 
 
 def test_logprobs_may_come_as_numbers():

@@ -22,6 +22,7 @@ from prl.orchestrator.engines.answers import (
 )
 from prl.orchestrator.engines.generation import Generation
 from prl.orchestrator.engines.requests import GENERATE, PAUSE, generate_body, update_steps
+from prl.orchestrator.engines.turnstile import Turnstile
 from prl.planning.vllm_arguments import PREFILL_ONLY
 from prl.runtime.process.keys import RunKeys, users_key
 from prl.transport.answers import decode_answer, unframed
@@ -35,6 +36,7 @@ INIT_TRANSFER = "/init_weight_transfer_engine"
 REPEATABLE = (GENERATE, "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", INIT_TRANSFER)
 NOTICE_S = 10.0  # from an engine's failure to the supervisor's word that it was started again
 RETRY_S = 0.2
+AT_ONCE = 16  # requests that are sent in one turn of the event loop
 NCCL = "nccl"  # type of the update_info of weights that nobody holds
 TCP = "tcp"  # of those that the trainer serves
 
@@ -94,7 +96,7 @@ class EnginePool:
         self.any_serving = asyncio.Event()
         self.any_serving.set()
         self.updating = asyncio.Lock()  # nobody is readmitted between two versions
-        self.reading = asyncio.Lock()  # of several long answers that are there at once, one in a turn of the event loop
+        self.asking, self.reading = Turnstile(AT_ONCE), Turnstile(1)  # a long answer takes milliseconds
         self.init_info: dict[str, Any] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None  # version and update_info
         self.restarts = self.retried = 0  # replicas, requests
@@ -258,19 +260,19 @@ class EnginePool:
         """
         body = generate_body(prompt_ids, max_tokens, seed, salt, sampling, request_id, telling or {}, routing_start)
         through_router = self.router is not None and replica is None
+        await self.asking.through()
         try:
             known, reply = await (self._ask_router(body) if through_router else self._ask_replica(body, replica))
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        async with self.reading:
-            generation = parse_choice(reply["choices"][0], known)
-            generation.cached_tokens = cached_tokens(reply)
-            if self.config.return_routed_experts:
-                check_routing(generation, len(prompt_ids))
-            if telling:
-                check_kept(generation)
-            await asyncio.sleep(0)
+        await self.reading.through()
+        generation = parse_choice(reply["choices"][0], known)
+        generation.cached_tokens = cached_tokens(reply)
+        if self.config.return_routed_experts:
+            check_routing(generation, len(prompt_ids))
+        if telling:
+            check_kept(generation)
         self.aborted += generation.finish_reason == "abort"
         return generation
 

@@ -109,6 +109,12 @@ class Conversation:
             return None
         return sample, ids, text + added
 
+    def end(self) -> None:
+        """No turn follows. Who generates may hold the conversation, too: as a cycle, all tokens and experts would stay
+        in memory until a full garbage collection, which holds the event loop the longer for it.
+        """
+        del self.generate
+
     def finished_samples(self) -> list[Sample]:
         """The samples that hold at least one sampled token."""
         return [s for s in self.samples if any(s.loss_mask)]

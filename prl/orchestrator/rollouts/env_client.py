@@ -17,11 +17,13 @@ import aiohttp
 
 from prl.envs.checks import Nonsense, check_messages, check_metrics, check_reward, check_text, check_tools
 from prl.envs.protocol import OUTCOMES, Message, Reply, Score, Tool
+from prl.orchestrator.engines.turnstile import Turnstile
 from prl.orchestrator.rollouts.rollout import EnvironmentGone, RolloutFailed
 from prl.runtime.directory.files import parse_object
 
 # (messages, how many of the earlier ones stay in front of them, tools) -> the next turn, None: there is none
 Answer = Callable[[list[Message], int, list[Tool]], Awaitable[Reply | None]]
+AT_ONCE = 16  # rollouts that go on in one turn of the event loop
 GONE: dict[str, Any] = {"op": "gone"}  # in place of a worker's messages
 log = logging.getLogger("prl.orchestrator")
 
@@ -37,6 +39,7 @@ class EnvClient:
         self.connected = asyncio.Event()
         self.inbox: dict[str, asyncio.Queue[dict[str, Any]]] = {}
         self.ids = itertools.count()
+        self.taking_up = Turnstile(AT_ONCE)
 
     async def serve(self) -> None:
         """Keep a connection open and hand messages to their rollouts; runs until cancelled."""
@@ -87,6 +90,7 @@ class EnvClient:
                 message = await queue.get()
                 if message is GONE:
                     raise EnvironmentGone
+                await self.taking_up.through()
                 finished = message["op"] != "reply"
                 try:
                     wanted = _read(message, said)

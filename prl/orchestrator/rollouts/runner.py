@@ -287,6 +287,8 @@ class RolloutRunner:
                 else f"no engine or environment within {timeout_s} s"
             )
             raise RolloutFailed(what, "timeout" if is_up else "infrastructure") from None
+        finally:
+            begun.conversation.end()
         if not begun.samples:
             raise RolloutFailed("the environment scored a conversation without a single reply")
         return begun.rollout(score.reward, score.metrics)
