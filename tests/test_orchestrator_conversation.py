@@ -1,21 +1,28 @@
 """Messages in, exactly the sampled tokens kept: the exact-prefix property, splits, limits."""
 
 import asyncio
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
+from fake_engine import pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import END, byte_tokenizer
 
+from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import InferenceConfig, SamplingConfig
+from prl.envs.protocol import Score
 from prl.models.text.chat import ChatRenderer
 from prl.orchestrator.engines.generation import Generation
 from prl.orchestrator.loop_watch import LoopWatch
 from prl.orchestrator.rollouts.conversation import Conversation
 from prl.orchestrator.rollouts.rollout import Sample
+from prl.orchestrator.rollouts.runner import RolloutRunner
+from prl.orchestrator.rollouts.tasks import TaskChoice
 
 # drops all but the last assistant turn's content before "]", as reasoning models' templates drop earlier thoughts
 REWRITING = (
@@ -92,6 +99,34 @@ def test_a_long_text_is_tokenised_beside_the_event_loop(tokenizer):
         return watch.take()[0]
 
     assert asyncio.run(scenario()) < 0.15
+
+
+def test_a_rollout_that_is_over_needs_no_garbage_collector_to_go(tokenizer):
+    """Its tokens and experts would stay until a full collection."""
+    begun = []
+
+    class OneReply:
+        connected = asyncio.Event()
+
+        async def run(self, split, index, answer):
+            begun.append(weakref.ref(answer.__self__))
+            await answer([{"role": "user", "content": "hi"}], None, [])
+            return "task", Score(1.0, {})
+
+    async def scenario():
+        async with pool_of() as (pool, _):
+            config = compose(["warm_start=none"])
+            runner = RolloutRunner(config, pool, {"a": OneReply()}, ChatRenderer(tokenizer), None)
+            rollout = await runner.start_rollout(TaskChoice("a", 0), "train", "r", config.inference.sampling)
+            assert rollout.completion_tokens == 2
+            await asyncio.sleep(0)
+            return begun[0]()
+
+    gc.disable()
+    try:
+        assert asyncio.run(scenario()) is None
+    finally:
+        gc.enable()
 
 
 def said(text):

@@ -15,6 +15,8 @@ from prl.orchestrator.engines.answers import LARGE, EngineError
 from prl.orchestrator.engines.lockstep import Lockstep
 from prl.orchestrator.engines.requests import PAUSE
 from prl.orchestrator.engines.turnstile import Turnstile
+from prl.orchestrator.rollouts.env_client import EnvClient, _Wanted
+from prl.orchestrator.rollouts.rollout import RolloutFailed
 
 
 def encoded(routed):
@@ -87,33 +89,76 @@ def test_a_large_answer_comes_whole():
     np.testing.assert_array_equal(answer.routed_experts, routed)
 
 
-def test_answers_that_come_at_once_are_read_in_as_many_turns_of_the_event_loop(monkeypatch):
-    """A long one takes milliseconds: several in one turn would hold all others up for as long as all of them."""
-    turn, read_in, parse = [0], [], engines.parse_choice
+class Turns:
+    """Counts turns of the event loop. `note` remembers in which one something was done; `most`: how often in one."""
 
-    async def count_turns():
+    def __init__(self):
+        self.now, self.noted = 0, []
+
+    async def count(self):
         while True:
             await asyncio.sleep(0)
-            turn[0] += 1
+            self.now += 1
+
+    def note(self):
+        self.noted.append(self.now)
+
+    @property
+    def most(self):
+        return max(self.noted.count(turn) for turn in self.noted)
+
+
+def test_a_burst_of_requests_is_sent_few_in_a_turn_of_the_event_loop_and_answers_are_read_one_in_each(monkeypatch):
+    """A long answer takes milliseconds: several in one turn would hold all others up for as long as all of them."""
+    sent, read_in, parse = Turns(), Turns(), engines.parse_choice
 
     async def answer(body, replica):
+        sent.note()
+        await asyncio.sleep(0.05)
         choice = {"token_ids": [9], "token_logprobs": [-0.5], "finish_reason": "stop"}
         return 0, {"choices": [choice]}
 
     def parse_and_note(*args):
-        read_in.append(turn[0])
+        read_in.note()
         return parse(*args)
 
     async def scenario():
         async with pool_of() as (pool, _):
             monkeypatch.setattr(pool, "_ask_replica", answer)
-            counting = asyncio.create_task(count_turns())
-            await asyncio.gather(*(generate(pool) for _ in range(4)))
-            counting.cancel()
+            counting = [asyncio.create_task(turns.count()) for turns in (sent, read_in)]
+            await asyncio.gather(*(generate(pool) for _ in range(40)))
+            for task in counting:
+                task.cancel()
 
     monkeypatch.setattr(engines, "parse_choice", parse_and_note)
     asyncio.run(scenario())
-    assert len(set(read_in)) == len(read_in) == 4
+    assert len(sent.noted) == len(read_in.noted) == 40
+    assert (sent.most, read_in.most) == (16, 1)
+
+
+def test_a_burst_of_rollouts_goes_on_few_in_a_turn_of_the_event_loop(monkeypatch):
+    turns = Turns()
+
+    async def scenario():
+        env = EnvClient("a", "http://nowhere", "key")
+        env.connected.set()
+
+        async def send(message):
+            if message["op"] == "start":
+                asyncio.get_running_loop().call_later(0.05, env.inbox[message["rollout"]].put_nowait, {"op": "reply"})
+
+        async def answer(messages, keep, tools):
+            turns.note()
+            raise RolloutFailed("that was all")
+
+        monkeypatch.setattr(env, "_send", send)
+        monkeypatch.setattr("prl.orchestrator.rollouts.env_client._read", lambda message, said: _Wanted([], 0, []))
+        counting = asyncio.create_task(turns.count())
+        await asyncio.gather(*(env.run("train", i, answer) for i in range(40)), return_exceptions=True)
+        counting.cancel()
+
+    asyncio.run(scenario())
+    assert (len(turns.noted), turns.most) == (40, 16)
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
