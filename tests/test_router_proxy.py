@@ -319,7 +319,7 @@ def test_generation_goes_through_the_router_and_control_to_every_engine():
     async def scenario():
         async with routed_pool() as (pool, fakes, router):
             results = await asyncio.gather(*(generate(pool, f"r{i}") for i in range(4)))
-            assert [result.versions for result in results] == [[3, 3]] * 4
+            assert [[*result.versions] for result in results] == [[3, 3]] * 4
             assert [len(fake.bodies) for fake in fakes] == [2, 2]
             assert sum(replica.requests for replica in router.replicas) == 4
             await pool.update_weights(4, {"type": "none"})

@@ -85,7 +85,7 @@ def test_the_server_starts_with_the_checkpoint_and_its_versions(server: Server, 
     model = load_model(path, server.config.model.card, torch.float32, torch.device("cpu"))
     generation = server.sample(max_tokens=40)
     assert len(generation.token_ids) == 40
-    assert generation.versions == [0] * 40
+    assert [*generation.versions] == [0] * 40
     assert differences(model, generation).max() < 1e-4
     assert server.http.get("/weight_info").body == {"weight_version": "0"}
     assert server.http.get("/v1/models").body["data"][0]["id"] == server.config.model.name
@@ -266,7 +266,7 @@ def test_each_update_changes_every_weight(server: Server, path: Path) -> None:
         assert differences(model, before).max() > 0.1
         server.update(model, publisher)
         before = server.sample()
-        assert before.versions == [server.version] * 24
+        assert [*before.versions] == [server.version] * 24
         assert differences(model, before).max() < 1e-3
         assert server.http.get("/weight_info").body == {"weight_version": str(server.version)}
 
@@ -282,13 +282,13 @@ def test_running_requests_go_on_and_say_which_weights_made_each_token(server: Se
         first, generations = update_in_flight(server, publisher, other_model(path, server.config, seed))
         crossing = [g for g in generations if len(set(g.versions)) == 2]
     for generation in crossing:
-        assert generation.versions == sorted(generation.versions)
+        assert [*generation.versions] == sorted(generation.versions)
         assert set(generation.versions) == {first, first + 1}
-        count = generation.versions.index(first + 1)
+        count = [*generation.versions].index(first + 1)
         by_old = differences(old, generation)
         assert by_old[:count].max() < 1e-3  # none too young ...
         assert by_old[count:].max() > 0.1  # ... and none too old
-    starts = [float(differences(old, g)[g.versions.index(first + 1)]) for g in crossing]
+    starts = [float(differences(old, g)[[*g.versions].index(first + 1)]) for g in crossing]
     assert max(starts) > 1e-3, "the first token of the new label is of the old weights"
     assert server.http.metric("num_preemptions_total") == preempted, "KV was dropped"
 
