@@ -214,6 +214,7 @@ def test_the_cause_ranks_before_its_consequences() -> None:
     ]
     assert ordered == sorted(set(ordered))
     assert rank(1, RuntimeError("NCCL error"), "collective") == ordered[-1]
+    assert rank(1, OSError("/train/weights: the orchestrator answered 500: x"), "code") == ordered[-1]
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:

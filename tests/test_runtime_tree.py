@@ -286,6 +286,20 @@ def test_an_exception_is_shown_with_its_log(start: Start) -> None:
     assert "Traceback" in output
 
 
+def test_who_fails_a_second_after_the_trainer_that_it_told_is_blamed(start: Start) -> None:
+    """An orchestrator that answers 500, and tidies up before it ends."""
+    told = "/train/weights: the orchestrator answered 500: PassingError: the disk is full"
+    root = start(
+        script={
+            "trainer/0": {"raise": told, "at": 2, "step_s": 0.1},
+            "orchestrator": {"raise": "the disk is full", "at": 3, "step_s": 0.5},
+        }
+    )
+    code, output = root.wait()
+    assert code == 1
+    assert "orchestrator (rank 0, node 0) failed, class code: RuntimeError: the disk is full" in output
+
+
 def test_running_out_of_memory_is_told_apart(start: Start) -> None:
     root = start(script={"trainer/0": {"memory_error": True, "at": 2}})
     assert root.wait()[0] == 1

@@ -28,6 +28,7 @@ from prl.runtime.process.child import WANDB, Boot
 from prl.runtime.process.child_process import ChildProcess, log_path
 from prl.runtime.process.environment import child_environment
 from prl.runtime.process.failures import (
+    LOST_A_PEER,
     Failure,
     blame_rank,
     classify,
@@ -53,6 +54,7 @@ OF_JOBS = {("sft", "trainer"): "sft", ("eval", "orchestrator"): "eval"}  # where
 START_ORDER = ("inference", "router", "env", "orchestrator", "trainer")
 POLL_S = 0.02
 BLAME_WINDOW_S = 0.3  # after the first death, so that its cause is found among those that follow from it
+PEER_WINDOW_S = 5.0  # as long as nobody is dead but who lost somebody, who may still be tidying up
 DUMP_WAIT_S = 0.3  # for a hung child to write its stacks
 DUMP_LINES = 60
 SERVER_STOP_S = 5.0  # inference and env have nothing to save
@@ -253,14 +255,21 @@ class Supervisor:
         lost = self.home.presence.find_loss(at_once=True) or self._find_lost_node()
         if lost is not None:  # its children were the first to die, and those here only lost their peers
             return lost
-        dead = [child for child in self.children if self._is_dead(child)]
-        failures = [(child, self._failure_of(child)) for child in dead]
-        child, failure = min(failures, key=lambda pair: self._suspicion(*pair))
+        until = time.monotonic() + PEER_WINDOW_S
+        child, failure = self._first_cause()
+        while self._suspicion(child, failure) == LOST_A_PEER and time.monotonic() < until:
+            time.sleep(POLL_S)
+            child, failure = self._first_cause()
         assert child.role is not None
         why = why_final(self.plan.config, child.role.role)
         if child.role.role == "inference" and self.plan.config.job == "rl" and child.pulse.ready and why:
             return replace(failure, message=f"{failure.message}; no restart: {why}")
         return failure
+
+    def _first_cause(self) -> tuple[Child, Failure]:
+        """Of those that are dead by now."""
+        failures = [(child, self._failure_of(child)) for child in self.children if self._is_dead(child)]
+        return min(failures, key=lambda pair: self._suspicion(*pair))
 
     def _suspicion(self, child: Child, failure: Failure) -> int:
         assert child.exit_code is not None

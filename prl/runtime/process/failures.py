@@ -51,6 +51,7 @@ PEER_TEXTS = (
     "ClientOSError",
     "ServerDisconnectedError",
     "no answer from the orchestrator",
+    "the orchestrator answered 500",  # and ends of what it tells there
     ": TimeoutError:",  # of an answer
     *(NOBODY_LISTENS, UNREACHABLE, HUNG_UP, NO_ANSWER_IN_TIME),
 )
@@ -242,6 +243,9 @@ def describe(exit_code: int, error: dict[str, Any], oom_kills: int) -> str:
     return f"exit code {exit_code}"
 
 
+LOST_A_PEER = 3  # of `blame_rank`: somebody else's end was the cause
+
+
 def blame_rank(exit_code: int, error: dict[str, Any], kind: FailureClass) -> int:
     """Order of suspicion among children that died together: the first cause before those who only lost a peer."""
     if kind == "oom" or (exit_code < 0 and kind != "collective"):
@@ -249,7 +253,7 @@ def blame_rank(exit_code: int, error: dict[str, Any], kind: FailureClass) -> int
     if kind == "config":
         return 1
     if kind == "collective" or any(mark in f"{error.get('type')} {error.get('message')}" for mark in PEER_TEXTS):
-        return 3
+        return LOST_A_PEER
     return 2
 
 
