@@ -158,7 +158,8 @@ def test_a_burst_of_rollouts_goes_on_few_in_a_turn_of_the_event_loop(monkeypatch
         counting.cancel()
 
     asyncio.run(scenario())
-    assert (len(turns.noted), turns.most) == (40, 16)
+    assert len(turns.noted) == 40
+    assert turns.most <= 16  # fewer where the answers came in several turns
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

@@ -181,10 +181,10 @@ def test_a_file_that_is_not_read_is_told_with_a_command_for_a_shell(own, tmp_pat
 
 
 def test_only_jobs_with_all_groups_of_an_experiment_are_offered():
-    assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "python -m prl.rl"
+    assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "python -m prl.rl or python -m prl.bench"
     know_command(True, [])
     try:
-        assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "-cn rl, in this command"
+        assert refusal(["+experiment=math_qwen3_30b_a3b"], "sft").fix == "-cn rl or -cn bench, in this command"
     finally:
         know_command(False, [])
 

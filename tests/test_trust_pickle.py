@@ -22,6 +22,13 @@ EXCEPTIONS = {
     # torch's own checkpoints: their plans go as objects through the process group of one run's trainers, whose
     # rendezvous listens on loopback or the nodes' network only; `.metadata` is read from the run directory
     "prl/trainer/checkpoint.py",
+    # the same plans, passed on as bytes, through the same process group and a pair of sockets that the trainer's own
+    # child inherits; and the errors of both
+    "prl/trainer/writer/process.py",
+    "prl/trainer/writer/writing.py",
+    "prl/trainer/writer/failures.py",
+    # what torch's ways of saving take, between processes that the benchmark starts
+    "prl/bench/checkpoint.py",
     # the same checkpoints, read by one process without a process group
     "prl/trainer/checkpoint_reader.py",
 }

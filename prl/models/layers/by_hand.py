@@ -13,13 +13,10 @@ from torch import Tensor
 
 
 def is_by_hand(x: Tensor) -> bool:
-    """Whether functions here are to compute something of x: on a CPU, in float32, for training, not while compiling."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
+    """Whether functions here are to compute something of x: on a CPU, in float32, and not while it is compiled. Without
+    gradients, too, so that an engine and a trainer round alike.
+    """
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 class RMSNormByHand(torch.autograd.Function):
