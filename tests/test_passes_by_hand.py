@@ -83,6 +83,17 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_inputs_and_gradients_may_lie_as_they_like(name: str) -> None:
+    function, inputs = CASES[name]
+    usual = function(*inputs)
+    gradient = torch.randn_like(usual).transpose(0, -1).contiguous().transpose(0, -1)
+    odd = [x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for x in inputs]
+    found = torch.autograd.grad(function(*odd), odd, gradient)
+    for one, other in zip(found, torch.autograd.grad(usual, inputs, gradient), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_forward_is_the_formula(name: str) -> None:
     function, inputs = CASES[name]
     assert not is_by_hand(inputs[0])  # of float64: what `rotate` computes is the ordinary formula

@@ -33,7 +33,7 @@ class RMSNormByHand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         normed, scale, weight = ctx.saved_tensors
-        products = (grads[0] * normed).view(-1, len(weight))
+        products = (grads[0] * normed).reshape(-1, len(weight))
         along = (products @ weight).view(scale.shape).div_(-len(weight))  # of the gradient, what lies along x
         d_x = (grads[0] * weight).addcmul_(normed, along).mul_(scale)
         return d_x, products.sum(0) if ctx.needs_input_grad[1] else None, None
@@ -135,7 +135,7 @@ class ShortAttentionByHand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, classes: list[Slots]) -> Tensor:
-        ctx.classes, ctx.shapes, kept, out = classes, (q.shape, k.shape), [], torch.empty_like(q)
+        ctx.classes, ctx.shapes, kept, out = classes, (q.shape, k.shape), [], q.new_empty(q.shape)
         for slots in classes:
             pq, pk, pv = (by_kv_head(y, slots, k.shape[1]) for y in (q, k, v))
             later = q.new_full((slots.shape[1],) * 2, -torch.inf).triu_(1).repeat(q.shape[1] // k.shape[1], 1)
