@@ -473,7 +473,7 @@ def test_an_engine_that_dies_of_a_request_says_of_what(tmp_path: Path) -> None:
 def test_a_killed_server_comes_back_and_nothing_is_trained_twice(tmp_path: Path) -> None:
     """With one engine: its requests wait for the restart, and it must have the weights of that day."""
     args = [*SMALL, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/run", "inference=vllm", "max_steps=8"]
-    args.append("weight_transport=tcp")
+    args += ["weight_transport=tcp", "env.rollout_timeout_s=600"]  # on cores that others share a start takes minutes
     args += ["debug.num_threads=1", "eval.interval=0", "debug.keep_rollouts=true"]
     moment = Moment("request to vLLM:100", tmp_path / "moment")  # of 256
     process = start(args, tmp_path, env=moment.env)
