@@ -65,7 +65,6 @@ class TrlRun:
             self, Dataset.from_list([{"prompt": list(task.prompt), "task": i} for i, task in enumerate(tasks)]), tasks
         )
         self.ctx.ready()
-        self.clock.start()
         trainer.train()
         assert config.bench is not None
         measured = self.clock.steps_s[config.bench.warmup_steps :]
