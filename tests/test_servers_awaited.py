@@ -25,6 +25,8 @@ def test_who_is_started_with_a_run_is_waited_for(job) -> None:
     said: list[str] = []
 
     def listen() -> None:
+        while not (said or over.is_set()):  # who waits has found nobody
+            time.sleep(0.01)
         time.sleep(0.5)
         with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))) as late:
             over.wait(20)
@@ -40,7 +42,7 @@ def test_who_is_started_with_a_run_is_waited_for(job) -> None:
     over, thread = threading.Event(), threading.Thread(target=listen)
     thread.start()
     try:
-        assert 0.3 < wait(url, 20) < 10
+        assert 0.5 <= wait(url, 20) < 10
         assert said == [f"{url}: nobody listens there yet; waiting, 20 s at most (deployment.start_timeout_s)"]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
