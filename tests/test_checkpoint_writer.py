@@ -31,6 +31,7 @@ from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.loops.saving import Saving
 from prl.trainer.world import build_world
 from prl.trainer.writer.staging import StagingMemory, address_of
+from prl.trainer.writer.starting import forked
 
 ADAMW = {"type": "adamw", "lr": 0.01}
 DATA = "__0_0.distcp"  # what the first rank writes
@@ -285,7 +286,7 @@ def work(directory: Path, rank: int, size: int) -> None:
     train_step(policy, 1)
     if not rest:
         saved(directory / "plain", policy, 1, asynchronous=False)
-    checkpointer = TrainerCheckpointer(directory if rest else directory / "beside", asynchronous=True)
+    checkpointer = TrainerCheckpointer(directory if rest else directory / "beside", asynchronous=True, started=STARTED)
     writer = checkpointer.writer
     assert writer is not None
     if rest == ["die"] and rank == 1:
@@ -307,4 +308,5 @@ def work(directory: Path, rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
+    STARTED = forked() if sys.platform == "linux" else None  # as trainers do on CPUs; the tests above start theirs anew
     serve_rank(work)

@@ -26,6 +26,7 @@ from prl.runtime.directory.checkpoints import TRAINER, full_disk_error, staging_
 from prl.trainer.memory.optimizer_offload import master_weights
 from prl.trainer.writer.failures import WriterDied, first_failure, no_space
 from prl.trainer.writer.process import WriterProcess
+from prl.trainer.writer.starting import Started
 
 BEAT_S = 0.5
 
@@ -33,9 +34,16 @@ BEAT_S = 0.5
 class TrainerCheckpointer:
     """Saves in the background and loads. At most one save is in flight; `finish` waits for it, calling `beat`."""
 
-    def __init__(self, run_dir: Path, asynchronous: bool, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        asynchronous: bool,
+        beat: Callable[[], None] = lambda: None,
+        started: Started | None = None,
+    ) -> None:
+        """`started`: the process that writes in the background, if there is one already."""
         self.run_dir, self.asynchronous, self.beat = run_dir, asynchronous, beat
-        self.writer = WriterProcess() if asynchronous else None
+        self.writer = WriterProcess(started) if asynchronous else None
         self.pending: tuple[int, Future[Any]] | None = None
         self.save_s = 0.0  # what the last save took, in the background; 0: there was none
         self.saved_step = -1  # newest step whose trainer part is on disk

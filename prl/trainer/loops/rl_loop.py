@@ -21,10 +21,11 @@ from prl.trainer.loops.guard import StepGuard
 from prl.trainer.loops.kept_logp import KeptLogp
 from prl.trainer.loops.publishing import RankWeights, publisher_of
 from prl.trainer.loops.rl_step import backward_rl, loss_denominator, wait_for
-from prl.trainer.loops.saving import Saving
+from prl.trainer.loops.saving import Saving, writer_before_world
 from prl.trainer.loops.shared_fetch import SharedFetch
 from prl.trainer.policy import Policy, device_memory_bytes, make_room, peak_memory_bytes, seed_everything
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, meet, sum_over_data
+from prl.trainer.writer.starting import Started
 from prl.transport.batch import TrainBatch
 from prl.transport.kinds import HOST_TRANSPORTS, NO_PUBLICATION
 from prl.transport.weights_nccl import NcclPublisher
@@ -34,22 +35,23 @@ BEAT_S = 1.0
 
 def main(ctx: ChildContext) -> None:
     """Entry of `trainer/<rank>` in an RL run."""
+    writer = writer_before_world(ctx)
     world = join_world(ctx)
     try:
-        RLTrainer(ctx, world).run()
+        RLTrainer(ctx, world, writer).run()
     finally:
         leave_world()
 
 
 class RLTrainer:
-    def __init__(self, ctx: ChildContext, world: World) -> None:
+    def __init__(self, ctx: ChildContext, world: World, writer: Started | None = None) -> None:
         self.ctx, self.world, self.config = ctx, world, ctx.plan.config
         seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
         self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
         self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.keys.train, self.check_neighbours)
         self.batches = SharedFetch(world, self.client)
-        self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took)
+        self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took, writer)
         self.guard = StepGuard(self.config.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
         self.publisher = publisher_of(ctx, world)
         self.weights = RankWeights(ctx.plan, world, self.policy.model, self.publisher)

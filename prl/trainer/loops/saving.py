@@ -6,21 +6,31 @@ Who commits differs: the orchestrator, or in SFT the first rank itself. All rank
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 
+from prl.models.device import pick_device
 from prl.runtime.directory.checkpoints import step_dir
 from prl.runtime.directory.stop_notice import seconds_left
 from prl.runtime.process.child import ChildContext
 from prl.trainer.checkpoint import TrainerCheckpointer
 from prl.trainer.policy import Policy
 from prl.trainer.world import World, sum_over_world
+from prl.trainer.writer.starting import Started, forked
 
 UNLIMITED_S = 1e9
 CAUTION = 1.3  # a shared disk is not always equally fast
 log = logging.getLogger("prl")
+
+
+def writer_before_world(ctx: ChildContext) -> Started | None:
+    """The process that writes checkpoints, begun while this one has no threads and has not looked for GPUs."""
+    config = ctx.plan.config
+    on_cpu = pick_device(config.deployment.device).type == "cpu"
+    return forked() if config.ckpt.asynchronous and on_cpu and sys.platform == "linux" else None
 
 
 class Saving:
@@ -32,13 +42,15 @@ class Saving:
         world: World,
         start_commit: Callable[[int, bool], object],
         commit_took: Callable[[int], float | None],
+        writer: Started | None = None,
     ) -> None:
         """The two are called on the first rank: `start_commit` (of a step, in haste or not) returns at once;
         `commit_took` gives the seconds, or None while it has not ended, raises what went wrong, and may wait a little.
+        `writer`: of `writer_before_world`.
         """
         self.ctx, self.world = ctx, world
         self.start_commit, self.commit_took = start_commit, commit_took
-        self.checkpointer = TrainerCheckpointer(ctx.run_dir, ctx.plan.config.ckpt.asynchronous, ctx.beat)
+        self.checkpointer = TrainerCheckpointer(ctx.run_dir, ctx.plan.config.ckpt.asynchronous, ctx.beat, writer)
         self.due = self.prepared = False
         self.idle_steps = 0  # in a row, that changed nothing
         self.uncommitted: int | None = None  # saved last; its commit has begun

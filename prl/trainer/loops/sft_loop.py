@@ -20,10 +20,11 @@ from prl.runtime.directory.commits import Committer
 from prl.runtime.process.child import ChildContext
 from prl.trainer.loops.export import export_policy
 from prl.trainer.loops.guard import StepGuard
-from prl.trainer.loops.saving import Saving
+from prl.trainer.loops.saving import Saving, writer_before_world
 from prl.trainer.loops.sft_data import load_sft_data
 from prl.trainer.policy import Policy, peak_memory_bytes, seed_everything
 from prl.trainer.world import World, join_world, leave_world, sum_over_data, sum_over_world
+from prl.trainer.writer.starting import Started
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import deal_rows, padding_micro_batch
 
@@ -32,15 +33,16 @@ COMMIT_WAIT_S = 0.05  # between two looks whether a checkpoint is complete
 
 def main(ctx: ChildContext) -> None:
     """Entry of `trainer/<rank>` in an SFT run."""
+    writer = writer_before_world(ctx)
     world = join_world(ctx)
     try:
-        SftTrainer(ctx, world).run()
+        SftTrainer(ctx, world, writer).run()
     finally:
         leave_world()
 
 
 class SftTrainer:
-    def __init__(self, ctx: ChildContext, world: World) -> None:
+    def __init__(self, ctx: ChildContext, world: World, writer: Started | None = None) -> None:
         assert ctx.plan.config.sft is not None
         self.ctx, self.world, self.config, self.sft = ctx, world, ctx.plan.config, ctx.plan.config.sft
         seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
@@ -54,7 +56,7 @@ class SftTrainer:
         committer = Committer(
             ctx.run_dir, self.config.ckpt.keep, parts_of("sft"), self.config.deployment.hang_timeout_s
         )
-        self.saving = Saving(ctx, world, committer.start, partial(committer.took, wait_s=COMMIT_WAIT_S))
+        self.saving = Saving(ctx, world, committer.start, partial(committer.took, wait_s=COMMIT_WAIT_S), writer)
         self.guard = StepGuard(self.sft.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
 
     def run(self) -> None:

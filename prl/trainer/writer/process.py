@@ -8,14 +8,11 @@ it is done; once it has died, every later save fails.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import socket
 import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from traceback import StackSummary
 from typing import Any
 
@@ -29,33 +26,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from prl.models.sharding import is_sharded
 from prl.runtime.process.failures import count_oom_kills, describe
-from prl.runtime.process.guards import held_back
-from prl.runtime.process.python_path import python_command, python_path
 from prl.trainer.writer.failures import WriterDied
-from prl.trainer.writer.staging import StagingMemory
+from prl.trainer.writer.starting import Started, spawned
 from prl.trainer.writer.writing import COORDINATOR, Staged
 
 DEATH_S = 5.0  # from the end of its socket to its exit code
 
 
 class WriterProcess:
-    """One rank's. Made on all ranks together, and on the main thread: it dies with the thread that started it."""
+    """One rank's. Made on all ranks together."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: Started | None = None) -> None:
+        """`started`: None for one that is started now."""
         self.group = dist.new_group(backend="gloo")  # its collectives must not mix with those of training
-        self.memory = StagingMemory()
-        ours, theirs = socket.socketpair()
-        inherited = (self.memory.fd, theirs.fileno())
-        with held_back():
-            self.process = subprocess.Popen(
-                python_command("prl.trainer.writer", str(os.getpid()), *map(str, inherited)),
-                stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
-                env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
-            )
-        theirs.close()
+        started = started or spawned()
+        self.memory, self.process, self.socket = started.memory, started.process, started.socket
         self.oom_kills_before = count_oom_kills()
-        self.socket = Connection(ours.detach())
         self.preparing: threading.Thread | None = None
 
     def prepare(self, state: dict[str, Any]) -> None:
