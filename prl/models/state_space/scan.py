@@ -172,11 +172,12 @@ def _scan_block(
     taken = (x * dt[..., None]).unflatten(1, (-1, chunk)).movedim(2, -2)  # [R, K, H, Q, P]
     b, c = (t.unflatten(1, (-1, chunk)).movedim(2, -2) for t in (b, c))  # [R, K, G, Q, S]
     document = document.unflatten(1, (-1, chunk))[:, :, None]  # [R, K, 1, Q]
-    faded = _running_sum((dt * a).unflatten(1, (-1, chunk)).movedim(2, -1))  # [R, K, H, Q]: since the chunk began
+    rates = (dt * a).unflatten(1, (-1, chunk)).movedim(2, -1)  # [R, K, H, Q]
+    faded = _running_sum(rates)  # since the chunk began
 
     # within chunks: token q sees token s of its own document, faded by what lies between
     seen = (document[..., :, None] == document[..., None, :]).tril()
-    fading = (faded[..., :, None] - faded[..., None, :]).masked_fill(~seen, -torch.inf).exp()  # [R, K, H, Q, Q]
+    fading = _Between.apply(rates, seen)  # [R, K, H, Q, Q]
     scores = _grouped(fading, groups) * (c @ b.mT)[:, :, :, None]  # [R, K, G, H / G, Q, Q]
     y = scores @ _grouped(taken, groups)
 
@@ -190,6 +191,29 @@ def _scan_block(
     found = c[:, :, :, None] @ _grouped(states[:, :-1], groups).mT  # [R, K, G, H / G, Q, P]
     y = (y + _grouped(reading[..., None], groups) * found).flatten(2, 3)  # [R, K, H, Q, P]
     return (y.movedim(2, -2).flatten(1, 2) + d[:, None] * x).to(dtype), states[:, -1]
+
+
+class _Between(torch.autograd.Function):
+    """How much is left at token q of what token s took in: exp of the rates [..., Q] from s + 1 to q, 0 where not `seen`.
+
+    By autograd a rate's gradient would be the difference of two sums of nearly the same numbers, those of the pairs that
+    end behind it and of those that begin there; here it is the sum of the pairs that it lies between, and twenty times
+    nearer to that in float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rates: Tensor, seen: Tensor) -> Tensor:
+        faded = _running_sum(rates)
+        left = (faded[..., :, None] - faded[..., None, :]).masked_fill_(~seen, -torch.inf).exp_()
+        ctx.save_for_backward(left)
+        return left
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (left,) = ctx.saved_tensors
+        behind = torch.ones(left.shape[-2:], dtype=left.dtype, device=left.device).triu() @ (grads[0] * left)  # q >= t
+        return behind.tril_(-1).sum(-1), None  # s < t
 
 
 def _grouped(t: Tensor, groups: int) -> Tensor:
