@@ -83,8 +83,14 @@ def test_the_root_cause_is_the_first_error_that_the_engine_has_logged() -> None:
     for line, cause in (
         ("ValueError: No common block size for 7", ("ValueError", "No common block size for 7")),
         ("torch.OutOfMemoryError: CUDA out of memory.", ("OutOfMemoryError", "CUDA out of memory.")),
+        (
+            "ValueError: No kernel. Reasons: \n{0}A needs AMX.\n{0}B, too.",
+            ("ValueError", "No kernel. Reasons: A needs AMX. B, too."),
+        ),
+        ("ValueError: It is so.\n{0}\n{0}The above exception was the cause of", ("ValueError", "It is so.")),
     ):
-        assert first_error(told.format(line)) == cause
+        logged = "(Worker pid=8) ERROR 11-22 21:46:23 [multiproc_executor.py:1063] "
+        assert first_error(told.format(line.format(logged))) == cause
     assert first_error("vLLM 0.32\n") is None
 
 

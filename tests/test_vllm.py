@@ -19,7 +19,7 @@ import pytest
 import torch
 from inference_server import TOKEN
 from openai_requests import check_completions, check_models_and_refusals, check_stream, make_client
-from runs import SMALL, UNEVALUATED, Moment, finish, rows, run, start
+from runs import SMALL, UNEVALUATED, Moment, environment, finish, rows, run, start
 from tiny import sets_of
 from vllm_server import PLAIN, PROMPT, Server, differences, other_model, serving, trainer_logprobs
 from weight_updates import published
@@ -458,15 +458,34 @@ def test_truncated_sampling_keeps_the_mean_ratio_at_1(tmp_path: Path) -> None:
     assert row["mismatch_kl_max"] < 1e-4
 
 
+STRICT = """
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+class Strict(LogitsProcessor):
+    def __init__(self, *args):
+        pass
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, update):
+        pass
+
+    def apply(self, logits):
+        raise ArithmeticError("these logits are not to my taste")
+"""
+
+
 @pytest.mark.timeout(300)
 def test_an_engine_that_dies_of_a_request_says_of_what(tmp_path: Path) -> None:
-    """vLLM takes block-wise FP8 on a CPU, and its workers fail at the first product."""
-    args = [*SMALL, "inference=vllm", "inference.quantization=fp8_per_block", "model.dtype=bfloat16"]
-    ended = run([*args, f"output_dir={tmp_path}/run"], tmp_path, timeout_s=250)
+    """Of a user's processor of logits, which fails at the first token that is sampled."""
+    (tmp_path / "strict.py").write_text(STRICT)
+    args = [*SMALL, "inference=vllm", "inference.vllm.logits_processors=[strict:Strict]", f"output_dir={tmp_path}/run"]
+    ended = run(args, tmp_path, timeout_s=250, env={**environment(), "PYTHONPATH": str(tmp_path)})
     failure = json.loads((tmp_path / "run/status.json").read_text())["failure"]
     assert ended.code == 1, ended.output
     assert failure["role"].startswith("inference"), failure
-    assert re.search("vLLM's engine died: [A-Z][A-Za-z]+Error: .", failure["message"]), failure
+    assert "vLLM's engine died: ArithmeticError: these logits are not to my taste" in failure["message"], failure
 
 
 @pytest.mark.timeout(900)

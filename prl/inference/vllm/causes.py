@@ -12,8 +12,12 @@ import sys
 from prl.config.errors import UserError
 
 MAX_BYTES = 1 << 20  # of the log, from where all was well
-LOGGED = r"^\(\w+ pid=\d+\) ERROR [^\[]*\[[\w.]+:\d+\] "  # (Worker pid=7) ERROR 11-22 21:46:23 [core.py:10]
-RAISED = re.compile(LOGGED + r"(?:\w+\.)*(?!EngineDeadError)(\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
+MAX_LINES = 8  # of what an error says
+LOGGED = r"^(\(\w+ pid=\d+\) ERROR [^\[]*\[[\w.]+:\d+\] )"  # (Worker pid=7) ERROR 11-22 21:46:23 [core.py:10]
+RAISED = re.compile(
+    LOGGED + r"(?:\w+\.)*(?!EngineDeadError)(\w*(?:Error|Exception)): (.+(?:\n\1.+)*)$",
+    re.MULTILINE,
+)
 MEMORY = re.compile(
     "No available memory for the cache blocks|Free memory on device|cache is needed, which is larger than the available"
 )
@@ -44,7 +48,10 @@ def cause_of_death(error: Exception, begin: int | None) -> RuntimeError:
 
 def first_error(text: str) -> tuple[str, str] | None:
     found = RAISED.search(text)
-    return None if found is None else (found[1], found[2].strip())
+    if found is None:
+        return None
+    lines = [line.removeprefix(found[1]).strip() for line in found[3].splitlines()]
+    return found[2], " ".join(lines[:MAX_LINES])
 
 
 def refused(reason: object) -> UserError:

@@ -194,11 +194,11 @@ def _scan_block(
 
 
 class _Between(torch.autograd.Function):
-    """How much is left at token q of what token s took in: exp of the rates [..., Q] from s + 1 to q, 0 where not `seen`.
+    """What is left at token q of what token s took in: exp of the rates [..., Q] from s + 1 to q, 0 where not `seen`.
 
-    By autograd a rate's gradient would be the difference of two sums of nearly the same numbers, those of the pairs that
-    end behind it and of those that begin there; here it is the sum of the pairs that it lies between, and twenty times
-    nearer to that in float64.
+    By autograd a rate's gradient would be the difference of two sums of nearly the same numbers, over pairs that end
+    behind it and over pairs that begin there; here it is the sum over the pairs that it lies between, which is ten
+    times nearer to float64's.
     """
 
     @staticmethod
