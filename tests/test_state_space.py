@@ -59,6 +59,19 @@ def test_the_scan_is_the_recurrence(chunk, block):
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gradients_of_rates_keep_their_digits_where_states_fade_fast(seed):
+    """In float32 against float64. As autograd takes it, a difference of two sums over pairs, it is 2e-5 apart."""
+    inputs, _ = scan_inputs(tokens=256)
+    x, dt, a, b, c, d, state = (t.detach() for t in inputs)
+    dy, grads = numbers(ROWS, 256, HEADS, SIZE, seed=seed), []
+    for dtype in (torch.float64, torch.float32):
+        taken = [t.to(dtype).requires_grad_() for t in (x, dt * 10, a, b, c, d, state)]
+        y, _ = scan(*taken[:6], state=taken[6])
+        grads.append(torch.autograd.grad((y * dy.to(dtype)).sum(), taken[2])[0].double())
+    assert float((grads[1] - grads[0]).abs().max() / grads[0].abs().max()) < 4e-6
+
+
 def test_single_steps_are_the_recurrence():
     inputs, starts = scan_inputs()
     x, dt, a, b, c, d, state = (t.detach() for t in inputs)

@@ -177,7 +177,7 @@ def _scan_block(
 
     # within chunks: token q sees token s of its own document, faded by what lies between
     seen = (document[..., :, None] == document[..., None, :]).tril()
-    fading = _Between.apply(rates, seen)  # [R, K, H, Q, Q]
+    fading = _Between.apply(rates, faded.detach(), seen)  # [R, K, H, Q, Q]
     scores = _grouped(fading, groups) * (c @ b.mT)[:, :, :, None]  # [R, K, G, H / G, Q, Q]
     y = scores @ _grouped(taken, groups)
 
@@ -195,6 +195,7 @@ def _scan_block(
 
 class _Between(torch.autograd.Function):
     """What is left at token q of what token s took in: exp of the rates [..., Q] from s + 1 to q, 0 where not `seen`.
+    `faded` [..., Q] is their running sum, through which no gradient goes.
 
     By autograd a rate's gradient would be the difference of two sums of nearly the same numbers, over pairs that end
     behind it and over pairs that begin there; here it is the sum over the pairs that it lies between, which is ten
@@ -202,18 +203,17 @@ class _Between(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rates: Tensor, seen: Tensor) -> Tensor:
-        faded = _running_sum(rates)
+    def forward(ctx: Any, rates: Tensor, faded: Tensor, seen: Tensor) -> Tensor:
         left = (faded[..., :, None] - faded[..., None, :]).masked_fill_(~seen, -torch.inf).exp_()
         ctx.save_for_backward(left)
         return left
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (left,) = ctx.saved_tensors
         behind = torch.ones(left.shape[-2:], dtype=left.dtype, device=left.device).triu() @ (grads[0] * left)  # q >= t
-        return behind.tril_(-1).sum(-1), None  # s < t
+        return behind.tril_(-1).sum(-1), None, None  # s < t
 
 
 def _grouped(t: Tensor, groups: int) -> Tensor:
