@@ -263,8 +263,7 @@ def _gradients(
         fading = tl.where(seen, tl.exp(tl.where(seen, faded[:, None] - faded[None, :], 0.0)), 0.0)
         dtaken = tl.dot(tl.trans((fading * scores).to(xs.dtype)), dys)  # of dt * x, [Q, P]
         dscores = fading * tl.dot(dys, tl.trans(xs)) * steps[None, :]  # [Q, Q]
-        # of its logarithm; between a token and itself nothing fades, and those products would be the largest
-        dfading = tl.where(ts[:, None] > ts[None, :], dscores * scores, 0.0)
+        dfading = dscores * scores  # of its logarithm
         dfaded = tl.sum(dfading, 1) - tl.sum(dfading, 0)
         narrow = dscores.to(xs.dtype)
         dc += tl.dot(narrow, bs)
