@@ -35,7 +35,8 @@ from prl.models.experts.stacked import Experts
 from prl.models.fp8.cast import cast, cast_blocks
 from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.gemm import deep_gemm
-from prl.models.fp8.linears import fp8_linears
+from prl.models.fp8.linears import Fp8Attention, Fp8DenseMLP, Fp8Linear, apply_fp8, fp8_linears
+from prl.trainer.parallelize import build_meta
 
 REPEATS = 10
 LOSS_STEPS = 50
@@ -45,14 +46,26 @@ Tensors = Sequence[Tensor]
 Run = Callable[..., Tensors]  # leaves -> outputs
 
 
-def linear_shapes(card: ModelCard) -> dict[str, tuple[list[int], int]]:
-    """name -> (N of each linear, K) of the model's dense linears, those with the same input together."""
-    q, kv = card.num_attention_heads * card.head_dim, card.num_key_value_heads * card.head_dim
-    shapes = {"q, k, v": ([q, kv, kv], card.hidden_size), "o": ([card.hidden_size], q)}
-    if not card.num_experts:
-        shapes["gate, up"] = ([card.intermediate_size] * 2, card.hidden_size)
-        shapes["down"] = ([card.hidden_size], card.intermediate_size)
-    return shapes
+def linear_shapes(config: RunConfig) -> dict[str, tuple[list[int], int]]:
+    """name -> (N of each linear, K) of what `apply_fp8` changes in the model, those with the same input together, each
+    shape once.
+    """
+    model = build_meta(config, None)
+    apply_fp8(model, "emulated")
+    shapes: dict[tuple[tuple[int, ...], int], str] = {}
+    for path, module in model.named_modules():
+        together: list[str] = []
+        if isinstance(module, Fp8Attention):
+            together = ["q_proj", "k_proj", "v_proj"]
+        elif isinstance(module, Fp8DenseMLP):
+            together = ["gate_proj", "up_proj"]
+        alone = [name for name, child in module.named_children() if isinstance(child, Fp8Linear)]
+        for names in ([together] if together else []) + [[name] for name in alone if name not in together]:
+            linears = [getattr(module, name) for name in names]
+            key = tuple(linear.out_features for linear in linears), linears[0].in_features
+            kind = path.rsplit(".", 1)[-1]  # self_attn, mlp, shared_experts
+            shapes.setdefault(key, f"{kind} {', '.join(name.removesuffix('_proj') for name in names)}")
+    return {name: (list(sizes), k) for (sizes, k), name in shapes.items()}
 
 
 def run_all(run: Run, leaves: Tensors, grads: Tensors) -> list[Tensor]:
@@ -133,43 +146,39 @@ def measure_linears(
 
 def measure_experts(count: int, card: ModelCard, tokens: int, place: dict[str, Any], backend: str) -> dict[str, Any]:
     """`count` experts of the model, each token routed to as many of them as the model's are, some more often."""
-    hidden, size, top_k = card.hidden_size, card.moe_intermediate_size, card.num_experts_per_tok
-    gate_up, down = draw((count, 2 * size, hidden), (count, hidden, size), **place)
+    hidden, size, top_k = card.moe_latent_size or card.hidden_size, card.moe_intermediate_size, card.num_experts_per_tok
+    gated = card.family != "nemotron_h"
+    width = 2 * size if gated else size
+    first, down = draw((count, width, hidden), (count, hidden, size), **place)
     bias = torch.linspace(1, 0, count, device=place["device"])  # the fullest has about three times the mean
 
     def case(tokens: int) -> Case:
         x, grad, logits = draw((tokens, hidden), (tokens, hidden), (tokens, count), **place)
         weights, experts = (logits.float() + bias).softmax(-1).topk(min(top_k, count))
-        leaves = [x, (gate_up / hidden**0.5).to(x.dtype), (down / size**0.5).to(x.dtype), weights.to(x.dtype)]
+        leaves = [x, (first / hidden**0.5).to(x.dtype), (down / size**0.5).to(x.dtype), weights.to(x.dtype)]
 
-        def exact(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensors:
-            return [run_experts(Experts(count, 0, 0), gate_up, down, x, weights, experts)]
+        def exact(x: Tensor, first: Tensor, down: Tensor, weights: Tensor) -> Tensors:
+            return [run_experts(Experts(count, 0, 0, gated), first, down, x, weights, experts)]
 
         def scaled(kind: str) -> Run:
-            def run(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensors:
-                module = Fp8Experts(count, 0, 0)
+            def run(x: Tensor, first: Tensor, down: Tensor, weights: Tensor) -> Tensors:
+                module = Fp8Experts(count, 0, 0, gated)
                 module.backend = kind  # type: ignore[assignment]
-                return [run_experts(module, gate_up, down, x, weights, experts)]
+                return [run_experts(module, first, down, x, weights, experts)]
 
             return run
 
         return Case(leaves, [grad], exact, scaled)
 
     few = case(min(tokens, ERROR_TOKENS))
-    return compare(f"experts {count}x{2 * size}x{hidden}", case(tokens), few, backend)
+    return compare(f"experts {count}x{width}x{hidden}", case(tokens), few, backend)
 
 
-def run_experts(module: Experts, gate_up: Tensor, down: Tensor, *args: Tensor) -> Tensor:
+def run_experts(module: Experts, first: Tensor, down: Tensor, *args: Tensor) -> Tensor:
     """A module's forward with these weights, its activation compiled as in training."""
-    if gate_up.is_cuda:
-        module.activate = compiled_activation  # type: ignore[method-assign, assignment]
-    return torch.func.functional_call(module, {"gate_up_proj": gate_up, "down_proj": down}, args)
-
-
-@torch.compile
-def compiled_activation(gate_up: Tensor, scale: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up * scale[:, None]
+    if first.is_cuda:
+        module.activate = torch.compile(module.activate)  # type: ignore[method-assign]
+    return torch.func.functional_call(module, {f"{module.first}_proj": first, "down_proj": down}, args)
 
 
 def measure_casts(tokens: int, k: int, place: dict[str, Any]) -> dict[str, Any]:
@@ -218,10 +227,10 @@ def measure_shapes(config: RunConfig, tokens: int) -> dict[str, Any]:
     speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in casts["gb_per_s"].items())
     print(f"casts: differing values {casts['differing']}, scales {casts['scales']}, GB/s: {speeds}")
     rows = []
-    for name, (sizes, k) in linear_shapes(card).items():
+    for name, (sizes, k) in linear_shapes(config).items():
         rows.append(measure_linears(name, sizes, k, tokens, place, backend))
         print_row(rows[-1])
-    for count in (card.num_experts, card.num_experts // RANKS) if card.num_experts else ():
+    for count in dict.fromkeys((card.num_experts, card.num_experts // RANKS)) if card.num_experts else ():
         rows.append(measure_experts(count, card, tokens, place, backend))
         print_row(rows[-1])
     return {"casts": casts, "shapes": rows}
