@@ -144,7 +144,9 @@ def test_names_of_others_mean_nothing_in_families_of_ours(tmp_path):
     assert auto(tmp_path).model.card.num_hidden_layers == family_card("llama").num_hidden_layers
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "blt"}, {"text_config": {"hidden_size": 8}}])
+@pytest.mark.parametrize(
+    "changes", [{"model_type": "blt"}, {"model_type": "gemma3", "text_config": {"hidden_size": 8}}]
+)
 def test_a_config_json_without_sizes_is_one_problem(changes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "hidden_size": 32} | changes))
     (problem,) = problems(tmp_path, job="sft")
@@ -164,12 +166,14 @@ def test_a_config_json_without_sizes_is_one_problem(changes, tmp_path):
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, '"mlp_only_layers": ["0"]'),
         ("llama", {"tie_word_embeddings": "false"}, '"tie_word_embeddings": "false"'),
         ("llama", {"mlp_bias": "false"}, '"mlp_bias": "false"'),
+        ("llama", {"max_position_embeddings": 2048.0}, '"max_position_embeddings": 2048.0'),
+        ("other", {"model_type": "gpt2", "n_layer": 2.0, "n_embd": 8, "n_head": 2}, '"n_layer": 2.0'),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2.0"}}, '"rope_scaling.factor": "2.0"'),
         ("llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, '"1e4"'),
         ("other", {"model_type": "gpt2", "n_layer": "2", "n_embd": 8, "n_head": 2}, '"n_layer": "2"'),
     ],
 )  # fmt: skip
-def test_text_where_a_number_belongs_is_told_by_its_key(family, changes, told, tmp_path):
+def test_what_is_no_number_or_no_whole_one_is_told_by_its_key(family, changes, told, tmp_path):
     if family == "other":
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300} | changes))
         card = None
@@ -184,6 +188,34 @@ def test_text_where_a_number_belongs_is_told_by_its_key(family, changes, told, t
             check_card(tmp_path, card)
         assert told in caught.value.what
         assert caught.value.where == str(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("job", "engine"), [("sft", []), ("rl", []), ("rl", ["inference=vllm"])])
+def test_a_config_json_that_names_no_family_is_one_problem(job, engine, tmp_path):
+    written(tmp_path, "llama", model_type=None)
+    (problem,) = problems(tmp_path, *engine, job=job)
+    assert problem.what == "config.json of the checkpoint names no family (model_type)."
+    assert problem.where == str(tmp_path / "config.json")
+    assert "llama" in problem.fix
+
+
+def test_a_family_that_transformers_does_not_know_is_told_by_the_trainer(tmp_path):
+    """Not where the run is planned: only transformers itself knows, and reading it takes seconds."""
+    written(tmp_path, "llama", model_type="foobar")
+    card = auto(tmp_path, job="sft").model.card
+    with pytest.raises(UserError, match=r"transformers cannot read config\.json") as caught:
+        build_hf_model(tmp_path, card)
+    assert "foobar" in caught.value.why
+
+
+def test_what_is_advised_of_rotary_embeddings_that_go_by_the_row_can_be_followed(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    written(tmp_path, "llama", rope_parameters=rope)
+    (problem,) = problems(tmp_path, job="sft")
+    assert "model.impl=hf" not in problem.fix  # which is refused of it
+    assert "remove it from config.json (rope_type=default)" in problem.fix
+    written(tmp_path, "llama", rope_parameters={**rope, "rope_type": "default"})
+    auto(tmp_path, job="sft")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
@@ -234,16 +266,6 @@ def test_what_carries_state_is_told_before_heads_are_asked_for(family, tmp_path)
     (problem,) = problems(tmp_path, job="sft")
     assert "carry state" in problem.what
     assert "model.card.num_attention_heads=1" in problem.fix
-
-
-def test_a_config_json_without_a_family_is_told_to_the_built_in_engine(tmp_path):
-    path = written(tmp_path, "llama")
-    said = json.loads((path / "config.json").read_text())
-    del said["model_type"]
-    (path / "config.json").write_text(json.dumps(said))
-    told = [problem for problem in problems(path) if "built-in engine" in problem.what]
-    assert "model_type" in told[0].why
-    assert "llama" in told[0].fix
 
 
 def test_what_needs_our_layers_is_not_told_to_take_them_where_there_are_none(tmp_path):

@@ -262,6 +262,9 @@ DEEPEP = ["parallelism=ep2", "parallelism.ep_comm_backend=deepep", "model.dtype=
         ("rl", [*DEEPEP, "deployment.device=cpu"], "on GPUs only"),
         ("rl", [*DEEPEP, "parallelism.ep=1"], "nothing for DeepEP to carry"),
         ("rl", [*DEEPEP, "parallelism.deepep_num_sms=21"], "21 multiprocessors"),
+        ("rl", [*DEEPEP, "model.card.num_experts=384"], "count 384 experts on 2 ranks"),
+        ("rl", [*DEEPEP, "model.card.num_experts=64", "model.card.num_experts_per_tok=33"], "to 33 experts each"),
+        ("rl", [*DEEPEP, "model.card.hidden_size=8192"], "rows of 8192 numbers"),
         ("rl", ["parallelism.ep_pieces=2"], "cannot travel in 2 pieces"),
         ("rl", [*DEEPEP, "parallelism.ep_pieces=2"], "DeepEP cuts by"),
         ("rl", ["model.router_bias_update_rate=0.001"], "other experts than the trainer"),
@@ -285,4 +288,5 @@ def test_deepep_is_asked_for_where_the_job_starts(monkeypatch, tmp_path):
 
 def test_what_can_run_is_not_refused():
     assert compose(DEEPEP).parallelism.ep_comm_backend == "deepep"
+    assert compose([*DEEPEP, "model.card.num_experts=256"]).model.card.num_experts == 256
     assert compose(["model.router_bias_update_rate=0.001"], "sft").model.router_bias_update_rate == 0.001

@@ -141,3 +141,14 @@ def test_a_tokenizer_without_a_chat_template_is_told_before_anything_is_sampled(
     with pytest.raises(UserError, match="no chat template") as caught:
         load_renderer(SimpleNamespace(plan=plan, init_model_path=None))
     assert caught.value.where == str(tmp_path)
+
+
+@pytest.mark.parametrize(("vocab", "token"), [(200, 255), (257, 259)])
+def test_tokens_that_the_model_has_no_embeddings_for_are_told_before_anything_is_sampled(vocab, token, tmp_path):
+    """Of text, and of the template alone: published tokenizers may have added tokens that no text has."""
+    byte_tokenizer(tmp_path)
+    config = ModelConfig(name="tiny", path=str(tmp_path), card=moe_card().model_copy(update={"vocab_size": vocab}))
+    plan = SimpleNamespace(config=SimpleNamespace(model=config, cache_dir=str(tmp_path)))
+    with pytest.raises(UserError, match=f"a token {token}, and the model {vocab} tokens") as caught:
+        load_renderer(SimpleNamespace(plan=plan, init_model_path=None))
+    assert str(tmp_path) in caught.value.where

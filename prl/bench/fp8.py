@@ -29,6 +29,7 @@ from prl.bench.fp8_losses import compare_losses
 from prl.bench.measurement import time_mean
 from prl.config import compose
 from prl.config.errors import UserError
+from prl.config.families import FAMILIES
 from prl.config.schema import ModelCard, RunConfig
 from prl.models.device import pick_device
 from prl.models.experts.stacked import Experts
@@ -146,8 +147,8 @@ def measure_linears(
 
 def measure_experts(count: int, card: ModelCard, tokens: int, place: dict[str, Any], backend: str) -> dict[str, Any]:
     """`count` experts of the model, each token routed to as many of them as the model's are, some more often."""
-    hidden, size, top_k = card.moe_latent_size or card.hidden_size, card.moe_intermediate_size, card.num_experts_per_tok
-    gated = card.family != "nemotron_h"
+    hidden, size, top_k = card.expert_width, card.moe_intermediate_size, card.num_experts_per_tok
+    gated = FAMILIES[card.family].gated
     width = 2 * size if gated else size
     first, down = draw((count, width, hidden), (count, hidden, size), **place)
     bias = torch.linspace(1, 0, count, device=place["device"])  # the fullest has about three times the mean

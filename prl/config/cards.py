@@ -144,7 +144,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     config = text_config(config)
     kind = str(config.get("model_type"))
     family = FAMILIES.get(kind, Family(""))
-    _refuse_text(config, family)
+    _refuse_other_types(config, family)
     facts: dict[str, Any] = {"family": kind if kind in FAMILIES else "other", **family.always, **family.silent}
     for key in (*COMMON, *family.has):
         found = [config[name] for name in _names(key, family) if config.get(name) is not None]
@@ -177,9 +177,9 @@ def _names(key: str, family: Family) -> tuple[str, ...]:
     return (family.keys.get(key, key), *OTHER_NAMES.get(key, ()), *foreign)
 
 
-def _refuse_text(config: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for "32" where 32 belongs, and "false" where false does: Python would take the second for true,
-    and transformers takes neither.
+def _refuse_other_types(config: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for "32" and 32.0 where 32 belongs, and "false" where false does: Python would take the last for
+    true, and transformers takes none of them.
     """
     facts = [name for key in (*COMMON, *family.has, *ROTARY) for name in _names(key, family)]
     built = [key for key, known in family.builds.items() if not any(isinstance(value, str) for value in known)]
@@ -193,6 +193,9 @@ def _refuse_text(config: Mapping[str, Any], family: Family) -> None:
     if texts:
         told = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in texts.items())
         raise ValueError(f"text stands where numbers, true or false belong, which have no quotes: {told}")
+    whole = [name for key in COMMON if ModelCard.model_fields[key].annotation is int for name in _names(key, family)]
+    if parts := [f'"{name}": {config[name]}' for name in whole if isinstance(config.get(name), float)]:
+        raise ValueError(f"a whole number has a decimal point, which transformers does not take: {', '.join(parts)}")
 
 
 def _has_text(value: Any) -> bool:

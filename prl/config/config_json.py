@@ -14,6 +14,7 @@ from prl.config.foreign import is_bidirectional, sees_later_tokens
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
 from prl.config.schema import ModelCard, ModelConfig
+from prl.config.schema_model import OLD_CONTEXT
 
 FOREIGN = "model.impl=hf, with inference=vllm where there are engines"
 OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -62,14 +63,7 @@ def check_card(path: Path, card: ModelCard) -> None:
     if not card.is_native:  # of a family of transformers' only what all families call the same
         says = {key: says[key] for key in (*OF_ALL, "tie_word_embeddings") if key in says}
     elif odd := not_built(config):
-        raise UserError(
-            "the checkpoint has what the layers of its family have not here: "
-            + ", ".join(f"{key}={value}" for key, value in odd.items()),
-            where=str(path / "config.json"),
-            why=f"prl/models builds {card.family} without it",
-            fix=("another checkpoint" if FAMILIES[card.family].is_ours_alone else FOREIGN)
-            + (", or remove it from config.json if sequences are short" if "rope_type" in odd else ""),
-        )
+        raise _has_other_parts(odd, card, path / "config.json")
     ours = {key: getattr(card, key) for key in says} | {"rope_scaling": card.pinned_scaling}
     wrong = [key for key, value in says.items() if key not in FREE and ours[key] != value]
     if wrong:
@@ -81,6 +75,22 @@ def check_card(path: Path, card: ModelCard) -> None:
             fix="another model= or model.path=; or, if this is the model that you want, model=auto, or "
             + " ".join(f"model.card.{key}={_text(says[key])}" for key in wrong),
         )
+
+
+def _has_other_parts(odd: dict[str, Any], card: ModelCard, file: Path) -> UserError:
+    """odd: keys of config.json, and what they say."""
+    is_for_none = FAMILIES[card.family].is_ours_alone or odd.get("rope_type") == "dynamic"  # see `foreign.switches`
+    fix = "another checkpoint" if is_for_none else FOREIGN
+    if "rope_type" in odd:
+        fix += ", or remove it from config.json (rope_type=default) if sequences are never longer than "
+        fix += "max_position_embeddings" if odd["rope_type"] == "dynamic" else OLD_CONTEXT
+    return UserError(
+        "the checkpoint has what the layers of its family have not here: "
+        + ", ".join(f"{key}={value}" for key, value in odd.items()),
+        where=str(file),
+        why=f"prl/models builds {card.family} without it",
+        fix=fix,
+    )
 
 
 def _text(value: Any) -> str:

@@ -63,6 +63,16 @@ def not_trainable(fields: Mapping[str, Any], where: str, row: int = 0) -> UserEr
     return None
 
 
+def names_no_model(where: str) -> UserError:
+    """where: the config.json."""
+    return UserError(
+        "config.json of the checkpoint names no family (model_type).",
+        where=where,
+        why="which layers a model has follows from it",
+        fix=f"model_type in config.json: one of {', '.join(FAMILIES)}, or another that transformers has",
+    )
+
+
 def carries_state(kind: str, layers: str, where: str) -> UserError:
     """layers: what config.json calls them, where it does."""
     return UserError(

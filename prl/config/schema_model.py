@@ -142,6 +142,11 @@ class ModelCard(Group):
         return self.moe_shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
 
     @property
+    def expert_width(self) -> int:
+        """Numbers of a token that experts see."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def has_dense_mlps(self) -> bool:
         """Whether some layer has an MLP that every token sees."""
         return bool(self.dense_layers) or self.n_shared_experts > 0

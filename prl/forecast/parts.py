@@ -63,7 +63,7 @@ def mlp_parts(s: Setting) -> Iterator[Part]:
 def expert_parts(s: Setting) -> Iterator[Part]:
     """A norm, the router, experts, those that every token sees, the residual."""
     card, n = s.card, s.tokens
-    hidden, width, top = card.hidden_size, card.moe_latent_size or card.hidden_size, card.num_experts_per_tok
+    hidden, width, top = card.hidden_size, card.expert_width, card.num_experts_per_tok
     inner, wide = card.moe_intermediate_size, 2 if s.gated else 1
     latent, shared = card.moe_latent_size, card.shared_intermediate_size
     rows, runs_on = n * top, bool(latent or shared)  # whether a repetition goes on behind the experts

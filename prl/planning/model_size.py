@@ -73,7 +73,7 @@ def _mlp(card: ModelCard, intermediate: int) -> int:
 
 
 def _expert(card: ModelCard) -> int:
-    return matrices_per_mlp(card) * (card.moe_latent_size or card.hidden_size) * card.moe_intermediate_size
+    return matrices_per_mlp(card) * (card.expert_width) * card.moe_intermediate_size
 
 
 def _around_experts(card: ModelCard) -> int:

@@ -17,7 +17,7 @@ def expert_shares(card: ModelCard, ep: int, ranks: int) -> list[int]:
     `expert_dimension` says.
     """
     local, inner = card.num_experts // ep, card.moe_intermediate_size
-    hidden = card.moe_latent_size or card.hidden_size
+    hidden = card.expert_width
     shapes = ((local, (matrices_per_mlp(card) - 1) * inner, hidden), (local, hidden, inner))
     return [sum(_numel(shape, ep, ranks, rank) for shape in shapes) for rank in range(ranks)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from prl.config.cards import card_to_hf_config, text_config
 from prl.config.config_json import card_of_impl, check_card, read_config_json
 from prl.config.errors import UserError
-from prl.config.foreign import is_transformers_code, not_trainable
+from prl.config.foreign import is_transformers_code, names_no_model, not_trainable
 from prl.config.hub import cached_snapshot
 from prl.config.schema import RunConfig
 from prl.config.schema_jobs import WHOLE_RUNS
@@ -62,6 +62,9 @@ def transformers_layers_can_be_trained(config: RunConfig, world: World) -> Itera
         try:
             fields = dict(text_config(read_config_json(directory)))
         except UserError:  # told by `checkpoint_fits_the_card`
+            return
+        if not fields.get("model_type"):
+            yield names_no_model(str(directory / "config.json"))
             return
     elif not model.card.is_native:
         return

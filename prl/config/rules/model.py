@@ -290,17 +290,14 @@ indexers_can_learn = first_of(
 )
 
 engine_knows_the_model = Refuse(
-    lambda c, w: w.has_engines and not c.model.card.is_native and c.inference.engine == "torch",
+    # of a config.json without model_type, `transformers_layers_can_be_trained` tells
+    lambda c, w: (
+        w.has_engines and not c.model.card.is_native and c.inference.engine == "torch" and not names_no_family(c)
+    ),
     "The built-in engine cannot run {model.name}.",
     where="{inference.engine=}, {model.card.family=}",
-    why=lambda c, w: (
-        "config.json of the checkpoint names no family (model_type)"
-        if names_no_family(c)
-        else "it runs the models of prl/models; other families can be trained, but need another engine to sample"
-    ),
-    fix=lambda c, w: (
-        f"model_type in config.json, one of {', '.join(FAMILIES)}" if names_no_family(c) else "inference=vllm"
-    ),
+    why="it runs the models of prl/models; other families can be trained, but need another engine to sample",
+    fix="inference=vllm",
 )
 
 

@@ -69,6 +69,9 @@ def fitting_ep(config: RunConfig, world: World) -> int:
 
 
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128)  # expert groups for which every DeepEP 1.x has kernel settings
+# bounds of DeepEP 1.2.1's kernels inside a node (csrc/kernels/intranode.cu): a thread for each expert of a rank in what
+# counts them, a lane for each choice of a token, and half a token's bytes beside a barrier in a warp's 8 KiB
+DEEPEP_EXPERTS, DEEPEP_CHOICES, DEEPEP_HIDDEN = 128, 32, 8184
 
 
 deepep_fits_the_mesh = each_of(
@@ -84,6 +87,27 @@ deepep_fits_the_mesh = each_of(
         "DeepEP has no settings for expert groups of {world.mesh.ep} ranks.",
         where="parallelism.ep={world.mesh.ep}",
         why=f"its kernels are tuned for {', '.join(map(str, DEEPEP_SIZES))} ranks",
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    Refuse(
+        lambda c, w: w.mesh.ep > 1 and w.ep_nodes == 1 and c.model.card.num_experts > DEEPEP_EXPERTS * w.mesh.ep,
+        "DeepEP cannot count {model.card.num_experts} experts on {world.mesh.ep} ranks.",
+        where="parallelism.ep_comm_backend=deepep, parallelism.ep={world.mesh.ep}, {model.card.num_experts=}",
+        why=f"its kernels inside a node have a thread for each expert of a rank, and {DEEPEP_EXPERTS} of them",
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    Refuse(
+        lambda c, w: w.mesh.ep > 1 and c.model.card.num_experts_per_tok > DEEPEP_CHOICES,
+        "DeepEP cannot carry tokens to {model.card.num_experts_per_tok} experts each.",
+        where="parallelism.ep_comm_backend=deepep, {model.card.num_experts_per_tok=}",
+        why=f"its kernels take {DEEPEP_CHOICES} at most, a lane of a warp for each",
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    Refuse(
+        lambda c, w: w.mesh.ep > 1 and w.ep_nodes == 1 and c.model.card.expert_width > DEEPEP_HIDDEN,
+        "DeepEP cannot carry rows of {model.card.expert_width} numbers.",
+        where="parallelism.ep_comm_backend=deepep, {model.card.hidden_size=}",
+        why=f"its kernels inside a node have 8 KiB for half a row of bfloat16 and a barrier: {DEEPEP_HIDDEN} at most",
         fix="parallelism.ep_comm_backend=torch",
     ),
     Refuse(

@@ -198,7 +198,7 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
 
 def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
     if path is not None:
-        config = AutoConfig.from_pretrained(path)
+        config = _their_config(path)
         if hasattr(config, "quantization_config"):  # weights are dequantised on reading
             del config.quantization_config
         return config
@@ -213,6 +213,20 @@ def read_config(path: Path | None, card: ModelCard) -> PretrainedConfig:
         )
     fields = card_to_hf_config(card)
     return AutoConfig.for_model(**fields)
+
+
+def _their_config(path: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # unknown families, code of the checkpoint's own, values of other types: each its own
+        said = str(error).strip().splitlines() or [repr(error)]
+        raise UserError(
+            "transformers cannot read config.json of the checkpoint.",
+            where=str(path / "config.json"),
+            why=f"{type(error).__name__}: {' '.join(said)[:400]}",
+            fix="a version of transformers that has this family (pip install --upgrade transformers); a checkpoint of "
+            f"a family that it has, without code of its own; or one of {', '.join(FAMILIES)}",
+        ) from error
 
 
 def check_supported(config: PretrainedConfig, path: Path | None) -> None:

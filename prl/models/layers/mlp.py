@@ -66,7 +66,7 @@ class SparseMLP(nn.Module):
         router = Router if card.router_dtype == "float32" else nn.Linear
         self.gate = router(card.hidden_size, card.num_experts, bias=False)
         self.has_latents = card.moe_latent_size > 0
-        width = card.moe_latent_size or card.hidden_size
+        width = card.expert_width
         if self.has_latents:
             self.fc1_latent_proj = nn.Linear(card.hidden_size, width, bias=False)
             self.fc2_latent_proj = nn.Linear(width, card.hidden_size, bias=False)

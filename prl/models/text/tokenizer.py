@@ -29,7 +29,6 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
         tokenizer = _tokenizer_class(Path(wanted)).from_pretrained(wanted)
         if not tokenizer.encode("a b", add_special_tokens=False):  # as transformers makes one where there are no files
             raise ValueError("it has no vocabulary: the files of a tokenizer (tokenizer.json) are not there")
-        return tokenizer
     except Exception as error:  # a dozen unrelated types for "not there", "no network" and "not a tokenizer"
         said = str(error).strip().splitlines() or [repr(error)]
         raise UserError(
@@ -39,12 +38,34 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
             fix="model.tokenizer=/path/to/tokenizer or the name of one on the Hugging Face hub"
             + ("; model.tokenizer=byte" if config.path is None else ""),
         ) from error
+    check_ids(int(tokenizer.vocab_size) - 1, config, path)  # of text; whether special tokens are used is seen later
+    return tokenizer
+
+
+def check_ids(largest: int, config: ModelConfig, path: Path) -> None:
+    """Raise UserError if the model has no embedding for a token of the tokenizer's.
+
+    Args:
+        largest: the largest number of a token that it may come to.
+    """
+    vocab, own = config.card.vocab_size, config.tokenizer not in (None, "byte")
+    if largest >= vocab:
+        raise UserError(
+            f"The tokenizer has a token {largest}, and the model {vocab} tokens (0 to {vocab - 1}).",
+            where=f"model.tokenizer={config.tokenizer}" if own else f"tokenizer.json and vocab_size in {path}",
+            why="each token needs its row of the embedding",
+            fix="model.tokenizer=/path/to/the/model's/own"
+            + ("" if own else "; or model.path=, a checkpoint with embeddings for the tokenizer beside it"),
+        )
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, path: Path) -> None:
-    """Raise UserError where conversations cannot be written: a base model's tokenizer has no chat template."""
+    """Raise UserError where conversations cannot be written: a base model's tokenizer has no chat template, and one
+    with added tokens may write those that the model has not.
+    """
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
+        asked = [{"role": "user", "content": "?"}]
+        text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # of some templates for this conversation; any is told where it is written
         if tokenizer.chat_template:
             return
@@ -56,6 +77,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, path
             fix="model.tokenizer= the instruction-tuned model of the same vocabulary, or a copy of this one with a "
             "chat_template.jinja",
         ) from error
+    check_ids(max(tokenizer.encode(text, add_special_tokens=False), default=0), config, path)
 
 
 def _tokenizer_class(path: Path) -> type[Any]:
