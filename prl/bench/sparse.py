@@ -60,8 +60,8 @@ def measure(tokens: int, sizes: Sizes) -> str:
     keys = random(tokens, sizes.index_dim)
     low = torch.zeros_like(high)
     device = torch.device(sizes.device)
-    choice = time_mean(lambda: choose_keys(*index, keys, low, high, sizes.count), device, 1, 1)
-    chosen = choose_keys(*index, keys, low, high, sizes.count)
+    choice = time_mean(lambda: choose_keys(*index, keys, low, high, sizes.count, len(keys)), device, 1, 1)
+    chosen = choose_keys(*index, keys, low, high, sizes.count, len(keys))
     width = sizes.values + sizes.turned
     sparse = both_ways(
         lambda q, latents: sparse_attention(q, latents, chosen, sizes.values, width**-0.5),

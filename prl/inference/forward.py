@@ -117,7 +117,8 @@ def prefill(
     slots = torch.tensor([s.slot for s, n in zip(sequences, lengths, strict=True) for _ in range(n)], device=device)
     attend: Attend
     if model.card.index_topk:
-        attend = CachedSparseAttention(cache, model.card, slots, positions)
+        longest = max(len(s.token_ids) for s in sequences)
+        attend = CachedSparseAttention(cache, model.card, slots, positions, longest)
     else:
         classes = _length_classes(sequences, device)
         attend = _prefill_attention(cache, classes, slots, positions)
@@ -171,7 +172,7 @@ class DecodeRows:
         """Logits [B, V] after the last token of each row; `positions` move on to the token to be drawn."""
         attend: Attend
         if model.card.index_topk:
-            attend = CachedSparseAttention(cache, model.card, self.slots, self.positions)
+            attend = CachedSparseAttention(cache, model.card, self.slots, self.positions, self._context)
         else:
             attend = self._attention(cache)
             if cache.states:
@@ -186,8 +187,13 @@ class DecodeRows:
         for sequence in self.sequences:
             sequence.computed += 1
 
+    @property
+    def _context(self) -> int:
+        """Tokens that the longest row sees: short sequences do not pay for max_model_len."""
+        return max(s.computed for s in self.sequences) + 1
+
     def _attention(self, cache: KVCache) -> Attend:
-        context = max(s.computed for s in self.sequences) + 1  # short sequences do not pay for max_model_len
+        context = self._context
         spread = self.view and not self.dense  # rows are laid out by slot, with holes
         ends = self.positions
         if spread:

@@ -12,10 +12,12 @@ from prl.models.sparse.choice import choose_keys
 
 
 class CachedSparseAttention(SparseAttend):
-    """slots and positions [N] int64: where the tokens of this forward pass lie; each sees its slot up to itself."""
+    """slots and positions [N] int64: where the tokens of this forward pass lie; each sees its slot up to itself.
+    longest: positions are below it.
+    """
 
-    def __init__(self, cache: KVCache, card: ModelCard, slots: Tensor, positions: Tensor) -> None:
-        self.cache, self.count, self.choosing = cache, card.index_topk, card.choosing_layers
+    def __init__(self, cache: KVCache, card: ModelCard, slots: Tensor, positions: Tensor, longest: int) -> None:
+        self.cache, self.count, self.longest, self.choosing = cache, card.index_topk, longest, card.choosing_layers
         self.slots, self.positions = slots, positions
         self.low = slots * cache.shape[3]
         self.high = self.low + positions + 1
@@ -24,7 +26,8 @@ class CachedSparseAttention(SparseAttend):
     def choose(self, layer_idx: int, q: Tensor, weights: Tensor, k: Tensor) -> None:
         keys = self.cache.index[self.cache.index_rows[layer_idx]]
         keys[self.slots, self.positions] = k
-        self.chosen[layer_idx] = choose_keys(q, weights, keys.flatten(0, 1), self.low, self.high, self.count)
+        keys = keys.flatten(0, 1)
+        self.chosen[layer_idx] = choose_keys(q, weights, keys, self.low, self.high, self.count, self.longest)
 
     def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer_idx, self.slots, self.positions, k, v)

@@ -16,7 +16,7 @@ class PackedSparseAttention(SparseAttend):
     """Causal, inside each document; doc_lens sum to N tokens."""
 
     def __init__(self, doc_lens: list[int], card: ModelCard, device: torch.device) -> None:
-        self.count, self.choosing = card.index_topk, card.choosing_layers
+        self.count, self.longest, self.choosing = card.index_topk, max(doc_lens), card.choosing_layers
         lengths = torch.tensor(doc_lens)
         starts = lengths.cumsum(0) - lengths
         self.low = starts.repeat_interleave(lengths).to(device)
@@ -29,7 +29,7 @@ class PackedSparseAttention(SparseAttend):
         if layer_idx not in self.chosen or self.loss is not None:
             k = self.gathered(k)
         if layer_idx not in self.chosen:
-            self.chosen[layer_idx] = choose_keys(q, weights, k, self.low, self.high, self.count)
+            self.chosen[layer_idx] = choose_keys(q, weights, k, self.low, self.high, self.count, self.longest)
         if self.loss is not None:
             self.index = Index(q, weights, k)
 

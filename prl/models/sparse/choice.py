@@ -12,18 +12,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+FEWEST = 64  # keys, as many as blocks of the kernels have
 SCORES_BYTES = 256 << 20  # of one block of scores, float32: queries are taken in blocks, so that none is quadratic
 
 
-@torch.no_grad()
-def choose_keys(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
-    """q [N, J, D], weights [N, J], k [S, D], low and high [N] -> [N, count] int32: rows of k, then -1.
-
-    Every query sees a key at least; on a CPU, ValueError for one that sees none.
+def width_of(count: int, longest: int) -> int:
+    """Of a choice of `count` keys among `longest` at most: no column that stays empty in every row costs anything, but
+    for those up to a power of two, for kernels are built for each width.
     """
-    low, high = low.to(torch.int32), high.to(torch.int32)
+    return min(count, max(FEWEST, 1 << (longest - 1).bit_length()))
+
+
+@torch.no_grad()
+def choose_keys(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, count: int, longest: int) -> Tensor:
+    """q [N, J, D], weights [N, J], k [S, D], low and high [N] -> [N, `width_of(count, longest)`] int32: rows of k, then
+    -1.
+
+    Args:
+        longest: no query sees more keys. Where that is no more than `count`, it attends to all of them, unscored.
+
+    Every query sees a key at least; without kernels, ValueError for one that sees none.
+    """
+    low, high, count = low.to(torch.int32), high.to(torch.int32), width_of(count, longest)
     dim = q.shape[2]  # Triton's blocks are powers of two, 16 at least
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dim >= 16 and dim & (dim - 1) == 0:
+    runs_kernels = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dim >= 16 and dim & (dim - 1) == 0
+    if not runs_kernels and len(q):
+        longest = int((high - low).max())  # of these queries
+        if int((high - low).min()) < 1:
+            raise ValueError("a query sees no key")
+    if longest <= count or not len(q):
+        columns = torch.arange(count, dtype=torch.int32, device=q.device)
+        return torch.where(columns < (high - low)[:, None], low[:, None] + columns, -1)
+    if runs_kernels:
         from prl.models.sparse.choice_kernels import choose
 
         return choose(q, weights.float(), k, low, high, count, SCORES_BYTES)
@@ -31,17 +51,11 @@ def choose_keys(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor
 
 
 def _choose_plainly(q: Tensor, weights: Tensor, k: Tensor, low: Tensor, high: Tensor, count: int) -> Tensor:
-    chosen = torch.full((len(q), count), -1, dtype=torch.int32, device=q.device)
-    if not len(q):
-        return chosen
+    """One query at least sees more than `count` keys."""
+    chosen = torch.empty(len(q), count, dtype=torch.int32, device=q.device)
     lengths = high - low
-    if int(lengths.min()) < 1:
-        raise ValueError("a query sees no key")
     longest = int(lengths.max())
     columns = torch.arange(longest, device=q.device)
-    if longest <= count:
-        chosen[:, :longest] = torch.where(columns < lengths[:, None], low[:, None] + columns, -1)
-        return chosen
     wide = torch.promote_types(q.dtype, torch.float32)
     size = max(1, SCORES_BYTES // 8 // (longest * (k.shape[1] + q.shape[1]) * wide.itemsize))
     for first in range(0, len(q), size):
