@@ -59,7 +59,7 @@ IN_WORDS = {  # what a text of that type must be, for people
     VariableName: "it is the name of an environment variable: letters, digits and _, no digit first",
     HostName: "it is the name of a host, or its address",
     SlurmTime: "it is as sbatch reads it: minutes, H:MM:SS or D-HH:MM:SS; 0: no limit",
-    SlurmMemory: "it is as sbatch reads it: MiB, or a number with K, M, G or T",
+    SlurmMemory: "it is as sbatch reads it: MiB, or a number with K, M, G or T; 0: all of a node",
     LayerPattern: "it has a letter for each layer: M state space, * attention, E experts, - MLP",
 }
 WORDS_OF_PATTERN = {get_args(kind)[1].metadata[0].pattern: words for kind, words in IN_WORDS.items()}

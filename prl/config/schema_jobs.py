@@ -108,7 +108,7 @@ class SlurmConfig(Group):
     time: SlurmTime | NonNegative | None = None  # as sbatch reads it: minutes, or D-HH:MM:SS; 0: no limit
     constraint: str | None = None
     cpus_per_task: Positive | None = None
-    mem: SlurmMemory | Positive | None = None
+    mem: SlurmMemory | NonNegative | None = None  # 0: all of a node
     gres: str | None = None  # null: gpu:N, for a point on N GPUs of each node
     sbatch: tuple[str, ...] | None = None  # further lines, say "--exclusive"
     setup: tuple[str, ...] | None = None  # shell lines before the point starts: modules, NCCL_SOCKET_IFNAME

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from prl.config.world import world_of
 from prl.forecast.cost import NOTHING, Cost, total
 from prl.forecast.hardware import Hardware
-from prl.forecast.memory import GIB, Peak, peak_memory
+from prl.forecast.host_memory import host_memory, limit_of
+from prl.forecast.memory import GIB, Bytes, Peak, peak_memory
 from prl.forecast.optimizing import optimizer_step
 from prl.forecast.publishing import batches, publication
 from prl.forecast.rollout import Rollouts, in_turn, number_bytes, rollouts_of
@@ -87,6 +88,7 @@ class Forecast:
     work: Workload
     timing: Timing
     peak: Peak
+    host: Bytes  # of a node's trainer ranks, in its memory
     interval: Interval  # of the step
     trainer: Interval  # of the trainer's part alone
     sensitivity: dict[str, Sensitivity]
@@ -122,11 +124,17 @@ class Forecast:
 
     @property
     def too_large(self) -> list[str]:
-        """What does not fit a GPU; seconds are then of no use."""
+        """What does not fit a GPU, or a node's memory; seconds are then of no use."""
         memory, rollouts = self.memory_gib, self.timing.rollouts
         told = []
         if self.peak.total / GIB > memory:
             told.append(f"the trainer: a rank holds {self.peak.total / GIB:,.1f} of {memory:.5g} GiB")
+        limit, host = limit_of(self.plan.config), sum(self.host.values())
+        if limit is not None and host > limit:
+            asked = f"slurm.mem={self.plan.config.slurm.mem}"
+            told.append(
+                f"a node of trainers: {host / GIB:,.1f} GiB of host memory beside that of processes, and {asked}"
+            )
         if rollouts is not None and not rollouts.fits:
             told.append(f"engines: weights of {rollouts.weights_gib:,.1f} GiB a GPU leave no room for one sequence")
         return told
@@ -148,6 +156,7 @@ def forecast(hardware: Hardware, plan: RunPlan, mean: int | None = None, prompt:
         work,
         timing,
         peak_memory(heaviest, len(work.laps)),
+        host_memory(heaviest),
         *intervals_of(hardware, plan, work, timing),
         sensitivity_of(hardware, plan, work),
     )

@@ -41,6 +41,7 @@ def as_json(told: Forecast) -> dict[str, Any]:
         "tokens_per_s": told.tokens_per_s,
         "bytes_per_gpu": [{"what": what, "link": link, "bytes": n} for (what, link), n in told.traffic.items()],
         "peak": {"bytes": told.peak.total, "moment": told.peak.moment, "parts": told.peak.parts},
+        "host_memory_of_a_node": told.host,
         "sensitivity": {name: asdict(s) for name, s in told.sensitivity.items()},
         "rates": {
             name: {"kind": rate.kind, "unit": rate.unit, "from": rate.source}
@@ -51,7 +52,7 @@ def as_json(told: Forecast) -> dict[str, Any]:
 
 def render(told: Forecast) -> str:
     """The assumptions first, then what follows from them."""
-    parts = (_head(told), _seconds(told), _bytes(told), _peak(told), _rates(told))
+    parts = (_head(told), _seconds(told), _bytes(told), _peak(told), _host(told), _rates(told))
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -103,6 +104,15 @@ def _peak(told: Forecast) -> list[str]:
     parts = sorted(told.peak.parts.items(), key=lambda item: -item[1])
     total = f"{told.peak.total / GIB:.1f} of {told.memory_gib:.5g}"
     return _table([*rows, *((name, f"{n / GIB:.2f}") for name, n in parts), ("all", total)])
+
+
+def _host(told: Forecast) -> list[str]:
+    if not told.host:
+        return []
+    parts = sorted(told.host.items(), key=lambda item: -item[1])
+    total = ("all, beside the processes' own", f"{sum(told.host.values()) / GIB:.2f}")
+    rows = [(name, f"{n / GIB:.2f}") for name, n in parts]
+    return _table([("host memory of a node, for its trainer ranks", "GiB"), *rows, total])
 
 
 def _rates(told: Forecast) -> list[str]:
