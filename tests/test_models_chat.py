@@ -128,6 +128,20 @@ def test_a_template_that_rewrites_history_gives_pieces(tmp_path):
     assert [trained_text(renderer, s) for s in sequences] == [["[think]one<|end|>"], ["[more]two<|end|>"]]
 
 
+@given(ids=st.lists(st.integers(0, 261), max_size=40), skip=st.booleans())
+@settings(deadline=None)
+def test_decoding_is_that_of_transformers(ids, skip, tmp_path_factory):
+    """Halves of characters and special tokens among them; of a class with a `decode` of its own, it is that one."""
+    tokenizer = byte_tokenizer(tmp_path_factory.getbasetemp())
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.backend is not None
+    expected = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert renderer.decode(ids, skip) == expected
+    own = type("Own", (type(tokenizer),), {"decode": lambda self, *args, **kwargs: "own"})
+    tokenizer.__class__ = own
+    assert ChatRenderer(tokenizer).decode(ids, skip) == "own"
+
+
 def test_a_tokenizer_without_a_chat_template_is_told_before_anything_is_sampled(tmp_path):
     config = ModelConfig(name="tiny", path=str(tmp_path), card=moe_card())
     tokenizer = byte_tokenizer(tmp_path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 
@@ -43,6 +44,25 @@ def rewriting(tmp_path):
     tokenizer = byte_tokenizer(tmp_path)
     tokenizer.chat_template = REWRITING
     return tokenizer
+
+
+LONG_ONES = (
+    "model.card.max_position_embeddings=4096",
+    "inference.max_model_len=4096",
+    "inference.sampling.max_tokens=4000",
+)
+
+
+@pytest.mark.parametrize(("tokens", "beside"), [(2_000, False), (2_001, True)])
+def test_long_turns_become_text_beside_the_event_loop(tokens, beside, tokenizer, monkeypatch):
+    renderer, threads = ChatRenderer(tokenizer), set()
+    decode = renderer.decode
+    monkeypatch.setattr(renderer, "decode", lambda *args: (threads.add(threading.get_ident()), decode(*args))[1])
+    config = compose(["seq_len=8192", *LONG_ONES]).inference
+    conversation = Conversation(renderer, config, 1, Scripted([65] * (tokens - 1) + [END]))
+    reply = asyncio.run(conversation.reply([{"role": "user", "content": "?"}]))
+    assert reply.content == "A" * (tokens - 1)
+    assert (threading.get_ident() not in threads) is beside
 
 
 class Scripted:

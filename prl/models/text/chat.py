@@ -25,6 +25,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self.backend = backend_of(tokenizer)
 
     def text(
         self, messages: list[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
@@ -47,6 +48,8 @@ class ChatRenderer:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        if self.backend is not None:  # unlike its `decode` this lets other threads run
+            return str(self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
         return str(
             self.tokenizer.decode(
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -73,6 +76,15 @@ class ChatRenderer:
         """
         whole = self.text(messages, add_generation_prompt, tools)
         return whole[len(text) :] if whole.startswith(text) else None
+
+
+def backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What decodes, where transformers adds nothing to it but the clean-up that nobody asks for here; else None."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    adds_nothing = all(getattr(kind, name, 0) is getattr(plain, name, 1) for name in ("decode", "_decode"))
+    return tokenizer.backend_tokenizer if adds_nothing and isinstance(tokenizer, plain) else None
 
 
 @dataclass

@@ -16,6 +16,7 @@ from prl.orchestrator.engines.generation import Generation
 from prl.orchestrator.rollouts.rollout import RolloutFailed, Sample
 
 LONG = 8_000  # characters of a text that is tokenised beside the event loop, which 110,000 would hold for 0.15 s
+LONG_TOKENS = 2_000  # of a turn that is made into text there; 32,000 would hold it for 10 to 20 ms, twice
 
 # (prompt ids, max_tokens, tokens whose experts are known) -> generation
 Generate = Callable[[list[int], int, int], Awaitable[Generation]]
@@ -76,11 +77,18 @@ class Conversation:
         self.completion_tokens += len(generation.token_ids)
         self.truncated |= generation.finish_reason == "length"
         sample.append_generation(generation)
-        self.text = text + self.renderer.decode(generation.token_ids, skip_special_tokens=False)
-        await asyncio.sleep(0)  # of 32k tokens each takes 10 ms
-        content = self.renderer.decode(generation.token_ids, skip_special_tokens=True)
+        said, content = await self._decode(generation.token_ids)
+        self.text = text + said
         self.messages.append({"role": "assistant", "content": content})
         return Reply(content, generation.finish_reason, prompt_tokens, len(generation.token_ids))
+
+    async def _decode(self, token_ids: list[int]) -> tuple[str, str]:
+        """With special tokens and without."""
+
+        def both() -> tuple[str, str]:
+            return self.renderer.decode(token_ids, False), self.renderer.decode(token_ids, True)
+
+        return both() if len(token_ids) <= LONG_TOKENS else await asyncio.to_thread(both)
 
     def _check_shown(self, tools: list[Tool]) -> None:
         with _rendering("tools"):
