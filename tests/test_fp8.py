@@ -21,6 +21,7 @@ from prl.models.fp8.linears import (
     fp8_linears_backward,
 )
 from prl.models.layers.documents import attend_documents
+from prl.models.layers.lm_head import LMHead
 from prl.models.layers.mlp import Router
 
 EPS = 2**-4  # half the distance of neighbouring e4m3 values, relative to them
@@ -52,6 +53,7 @@ def test_casts_of_ragged_sizes(m, k):
     torch.testing.assert_close(restore_rows(columns)[:, :m], x.t(), **close)
     torch.testing.assert_close(restore_blocks(blocks), x, **close)
     assert restore_rows(columns)[:, m:].abs().sum() == 0
+    assert down == 1 or columns.scales.stride() == (1, k)  # as cuBLAS reads them
 
 
 def test_transposed_blocks_hold_the_same_numbers():
@@ -259,7 +261,7 @@ def test_apply_swaps_linears_and_experts_and_nothing_else():
     assert kinds["layers.0.self_attn"] is Fp8Attention
     assert kinds["layers.1.mlp.experts"] is Fp8Experts
     assert kinds["layers.1.mlp.gate"] is Router
-    assert kinds["lm_head"] is nn.Linear
+    assert kinds["lm_head"] is LMHead
     assert {name for name, _ in model.named_parameters()} == names
 
 

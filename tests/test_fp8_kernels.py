@@ -6,7 +6,7 @@ import torch
 from prl.models.fp8 import experts as fp8_experts
 from prl.models.fp8.cast import cast, cast_blocks, join_blocks, restore_rows
 from prl.models.fp8.format import Scaled
-from prl.models.fp8.gemm import multiply_group_columns
+from prl.models.fp8.gemm import multiply_columns, multiply_group_columns
 from prl.models.fp8.groups import group_rows
 
 pytestmark = pytest.mark.skipif(
@@ -74,6 +74,15 @@ def test_swiglu_with_its_casts():
     for one, other in zip(ours, theirs, strict=True):
         assert relative(restore_rows(one).cpu(), restore_rows(other)) < 0.01
     assert relative(ours_scale.cpu(), theirs_scale) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [(256, 384), (256, 10944), (10944, 256), (192, 320)], ids=str)
+def test_weight_gradients_of_linears(sizes):
+    """GLM-4.5-Air's dense layer has 10,944 units, which are no whole blocks."""
+    x = [torch.randn(300, size).cuda().bfloat16() for size in sizes]
+    a, b = (cast([part], False, True)[1] for part in x)
+    ours, theirs = (multiply_columns(a, b, torch.bfloat16, kind) for kind in ("deep_gemm", "emulated"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 130, 128], [0, 0, 0, 1], [0, 0]], ids=str)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from families import family_card
 from tiny import moe_card, moe_checkpoint, random_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save, train_step
@@ -17,9 +18,10 @@ from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save,
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
-from prl.models.checkpoints.writing import hf_tensors
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.layers.packed_attention import activate_attention, packed_attention
 from prl.models.layers.rope import rotary_tables
+from prl.models.sharding import is_sharded
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import latest_valid, parts_of
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
@@ -180,6 +182,46 @@ def test_names_are_the_same_under_activation_checkpointing(world, model_path):
     one, other = (dict(hf_tensors(p.model)) for p in (plain, wrapped))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_whole_only_where_they_are_used(world, tmp_path, tied):
+    """Untied, that is; a head's gradient is reduced while the layers still run backward."""
+    card = family_card("llama").model_copy(update={"tie_word_embeddings": tied})
+    save_checkpoint(hf_tensors(random_model(card)), tmp_path, card)
+    config = job_config(Job(str(tmp_path), family="llama"))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"card": card})})
+    model = build_model(config, tmp_path, world)
+    seen = []
+
+    def look(when):
+        embedding, head = model.embed_tokens.weight, model.head_weight
+        seen.append((when, not is_sharded(embedding), not is_sharded(head), head.grad is not None))
+
+    class Looked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            look("forward")
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            look("backward")
+            return grad
+
+    layer = model.layers[0]
+    layer.join = lambda x, attended, join=layer.join: Looked.apply(join(x, attended))
+    row = rows_of(1)[0]
+    attend = packed_attention(row.doc_lens.tolist(), torch.device("cpu"))
+    ids = torch.from_numpy(row.input_ids)
+    model(ids, torch.from_numpy(row.positions), attend, head=torch.nn.functional.linear).sum().backward()
+    look("after")
+    whole = tied
+    assert seen == [
+        ("forward", whole, whole, False),
+        ("backward", whole, whole, not tied),
+        ("after", False, False, True),
+    ]
 
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------

@@ -71,5 +71,14 @@ def layers_of(setting: Setting) -> list[tuple[int, Layer]]:
 
 
 def root_weights(card: ModelCard) -> int:
-    """Embedding and head, one where they are tied, and the last norm: the unit that stays gathered."""
+    """Embedding and head, one where they are tied, and the last norm."""
     return card.vocab_size * card.hidden_size * (1 if card.tie_word_embeddings else 2) + card.hidden_size
+
+
+def end_weights(setting: Setting) -> int:
+    """Of embedding or head, where FSDP has each as a unit; 0 where the root has both and stays gathered
+    (prl/trainer/parallelize.py).
+    """
+    card = setting.card
+    apart = card.is_native and setting.config.model.impl != "hf" and not card.tie_word_embeddings
+    return card.vocab_size * card.hidden_size if apart else 0

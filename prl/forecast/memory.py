@@ -1,7 +1,8 @@
 """Peak bytes of a trainer rank, the most loaded one: what it holds from step to step, and the worst moment of a step.
 
 A step is followed layer by layer from the last back to the first: activations of those before it are still there,
-sharded gradients of those behind it already. The head's backward comes before all of them, the optimizer's step after.
+sharded gradients of those behind it already. The head's backward comes before all of them, the embedding's and the
+optimizer's step after.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prl.forecast.layers import Layer, layers_in_order, root_weights
+from prl.forecast.layers import Layer, end_weights, layers_in_order, root_weights
 from prl.forecast.optimizing import trained_parameters
 from prl.forecast.recipe import apply_recipe, offloaded
 from prl.forecast.setting import BF16, FLOAT32, Setting
-from prl.forecast.sharding import layer_units, reduced_bytes
+from prl.forecast.sharding import dense_group, layer_units, reduced_bytes
 
 GIB = 2.0**30
 AUTO_CHUNK_TOKENS = 8192  # prl/trainer/head/head.py
@@ -40,7 +41,7 @@ class Peak:
 
 def peak_memory(s: Setting, micro_batches: int = 1) -> Peak:
     """Of several micro-batches the later ones count, which find the gradients of the first."""
-    held = {**states(s), "gathered root": root_weights(s.card) * BF16}
+    held = {**states(s), "gathered root": root_of(s)}
     moment, parts = max(moments(s, micro_batches > 1), key=lambda found: sum(found[1].values()))
     reserve = {"reserve": s.hardware.constants.reserve_gib * GIB}
     return Peak(moment, {name: n for name, n in {**held, **parts, **reserve}.items() if n})
@@ -51,7 +52,8 @@ def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
     layers = layers_in_order(s)
     most = most_gradients(s)
     all_gradients = min(most, trained_parameters(s)[0] * FLOAT32)
-    root = 0.0 if s.frozen else root_weights(s.card) * BF16
+    root, end = 0.0 if s.frozen else root_of(s), end_weights(s)
+    made, leaving = (0, 0) if s.frozen else (end * BF16, end * reduced_bytes(s, dense_group(s)))
     resident = not s.config.parallelism.reshard_after_forward
     first_kept = len(layers) - offloaded(s.config.memory_recipe, len(layers))
     recipes = {id(layer): apply_recipe(s, layer) for layer in layers}
@@ -61,25 +63,38 @@ def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
     last = layers[-1]
     yield (
         "the head's backward",
-        {"activations": on_device[-1], "head": head_bytes(s), "gradients of root": root,
-         "gathered layers": whole or gathered_bytes(s, last), "gradients": all_gradients if has_gradients else 0.0},
+        {"activations": on_device[-1], "head": head_bytes(s), "gathered head": end * BF16, "its gradient": made,
+         "gradients of root": root, "gathered layers": whole or gathered_bytes(s, last),
+         "gradients": all_gradients if has_gradients else 0.0},
     )  # fmt: skip
     share = 0.0 if s.frozen else FLOAT32 / s.mesh.fsdp_island
-    behind = 0.0
+    behind = end * share
     for i in range(len(layers) - 1, -1, -1):
         layer, recipe = layers[i], recipes[id(layers[i])]
         inner = (recipe.whole - recipe.kept + largest(layer)) * s.tokens
         gathered = gathered_bytes(s, layer) + (gathered_bytes(s, layers[i - 1]) if i else 0.0)
-        gradients = 0.0 if s.frozen else whole_gradients(s, layer)
+        made_here, leaving_here = (0.0, 0.0) if s.frozen else whole_gradients(s, layer)
+        before = leaving if i == len(layers) - 1 else 0.0  # what is reduced leaves when the next of its kind comes
         yield (
             f"layer {i}'s backward",
             {"activations": on_device[i], "layer in backward": inner, "gathered layers": whole or gathered,
-             "its gradients": gradients, "gradients of root": root,
+             "its gradients": made_here + leaving_here, "gradients of root": root,
+             "the head's gradient": max(0.0, before - leaving_here),
              "gradients": all_gradients if has_gradients else min(most, behind)},
         )  # fmt: skip
         behind += (layer.dense + layer.experts) * share
+    yield (
+        "the embedding's backward",
+        {"its gradient": made + leaving, "gradients of root": root,
+         "gradients": all_gradients if has_gradients else min(most, behind)},
+    )  # fmt: skip
     passing = moments_of(s) if s.config.memory_recipe.optim_cpu_offload is True else 0.0
     yield "the optimizer's step", {"gradients": all_gradients, "moments": min(passing, OFFLOAD_BUCKETS)}
+
+
+def root_of(s: Setting) -> int:
+    """Bytes that stay gathered, and of their gradients, which are all reduced at the end: not of a last norm alone."""
+    return 0 if end_weights(s) else root_weights(s.card) * BF16
 
 
 def states(s: Setting) -> Bytes:
@@ -111,9 +126,10 @@ def gathered_bytes(s: Setting, layer: Layer) -> float:
     return sum(size for _, size, _ in layer_units(s, layer)) * BF16
 
 
-def whole_gradients(s: Setting, layer: Layer) -> float:
+def whole_gradients(s: Setting, layer: Layer) -> tuple[float, float]:
     """As backward makes them, and the copy that is reduced."""
-    return sum(size * (BF16 + reduced_bytes(s, group)) for _, size, group in layer_units(s, layer))
+    units = layer_units(s, layer)
+    return sum(size for _, size, _ in units) * BF16, sum(size * reduced_bytes(s, group) for _, size, group in units)
 
 
 def most_gradients(s: Setting) -> float:

@@ -2,9 +2,10 @@
 way to the host stays visible.
 
 Overlap: a layer's gather hides behind the layer before it, in backward gather and reduction behind one layer's
-backward; what is longer shows. What hides them takes `contention` of their time longer. The root unit (embedding,
-head) is gathered first and reduced last, behind nothing. Tokens on their way to experts, and heads or latents on their
-way between context ranks, hide behind nothing; the ring's keys behind its blocks.
+backward; what is longer shows. What hides them takes `contention` of their time longer. The embedding is gathered first
+and reduced last, behind nothing; the head behind the last layer, or, tied to the embedding, with it. Tokens on their
+way to experts, and heads or latents on their way between context ranks, hide behind nothing; the ring's keys behind its
+blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prl.forecast.cost import HOST, NOTHING, Cost
-from prl.forecast.layers import Layer, layers_of, root_weights
+from prl.forecast.layers import Layer, end_weights, layers_in_order, layers_of, root_weights
 from prl.forecast.recipe import Recipe, apply_recipe, offloaded
 from prl.forecast.setting import Setting
 from prl.forecast.sharding import dense_group, gather_layer, gathered, reduce_layer, reduced
@@ -92,13 +93,28 @@ def host_copies(s: Setting, recipe: Recipe, ahead: float, back: float) -> Cost:
 
 
 def root(s: Setting) -> Pass:
-    """Embedding and head: gathered before the first layer, reduced behind the last gradient."""
-    weights = root_weights(s.card)
-    gather = gathered(s, "root", weights, dense_group(s))
-    reduce = NOTHING if s.frozen else reduced(s, "root", weights, dense_group(s))
+    """Embedding and head: gathered before the first layer, reduced behind the last gradient; but a head that is a unit
+    by itself behind the last layer.
+    """
+    end = end_weights(s)
+    first, last = (unit(s, weights) for weights in (root_weights(s.card) - end, end))
     embedding = s.copies(2 * s.card.hidden_size, 4 * s.card.hidden_size)
-    shown = _links(gather) + _links(reduce)
-    return Pass(embedding[0] + _local(gather), NOTHING, embedding[1] + _local(reduce), shown)
+    recipe = apply_recipe(s, layers_in_order(s)[-1])
+    ahead, back = recipe.forward.total, recipe.repeated.total + recipe.backward.total
+    shown = _links(first[0]) + _links(first[1]) + shown_of(s, last[0], ahead) + shown_of(s, last[1], back)
+    return Pass(
+        embedding[0] + _local(first[0]) + _local(last[0]),
+        NOTHING,
+        embedding[1] + _local(first[1]) + _local(last[1]),
+        shown,
+        _links(last[0]) + _links(last[1]),
+    )
+
+
+def unit(s: Setting, weights: float) -> tuple[Cost, Cost]:
+    """Gathered, reduced."""
+    gather = gathered(s, "embedding and head", weights, dense_group(s))
+    return gather, NOTHING if s.frozen else reduced(s, "embedding and head", weights, dense_group(s))
 
 
 def head(s: Setting) -> Pass:

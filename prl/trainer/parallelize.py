@@ -27,6 +27,7 @@ from prl.models.experts.stacked import Dispatch, Experts
 from prl.models.families.build import build_decoder
 from prl.models.fp8.linears import apply_fp8
 from prl.models.layers.decoder import Decoder
+from prl.models.layers.lm_head import LMHead
 from prl.models.state_space.mixer import draw_decay, keeps_float32
 from prl.trainer.compilation import apply_compile
 from prl.trainer.indexer_training import train_indexers
@@ -175,6 +176,8 @@ def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
             fully_shard(module, **inner | {"mp_policy": precision(torch.float32, torch.float32)})
     for layer in model.layers:
         fully_shard(layer, **inner)
+    if isinstance(model, Decoder) and model.lm_head is not None:
+        shard_ends(model.embed_tokens, model.lm_head, inner)
     fully_shard(model, **options, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -192,6 +195,14 @@ def hold_gradients(model: nn.Module, hold: bool) -> None:
 
 def precision(compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def shard_ends(embedding: nn.Embedding, head: LMHead, options: dict[str, Any]) -> None:
+    """Embedding and head by themselves, so that neither is whole while the layers run. Tied they cannot be: the one
+    weight is needed first and last, and stays gathered with the root, as does the last norm.
+    """
+    fully_shard(embedding, **options).set_unshard_in_backward(False)  # its gradient does not depend on it
+    fully_shard(head, **options | {"reshard_after_forward": False})  # its backward comes next
 
 
 def shard_experts(model: Decoder, mesh: DeviceMesh, options: dict[str, Any]) -> None:

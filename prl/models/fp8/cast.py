@@ -44,7 +44,10 @@ def cast(parts: Sequence[Tensor], rows: bool, columns: bool, source: Tensor | No
         taken = x[source.clamp(min=0)] if len(x) else x.new_zeros(len(source), x.shape[1])
         x = taken.where((source >= 0)[:, None], 0)
     empty = Scaled(x.new_empty(0), x.new_empty(0))
-    by_column = _cast_rows(F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK)).t()) if columns else empty
+    by_column = empty
+    if columns:
+        by_column = _cast_rows(F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK)).t())
+        by_column = by_column._replace(scales=by_column.scales.t().contiguous().t())  # cuBLAS wants them laid out so
     return _cast_rows(x) if rows else empty, by_column
 
 

@@ -8,7 +8,7 @@ are stacked (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from prl.config.schema import ModelCard
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend, Attention, LatentAttend, SparseAttend
 from prl.models.layers.latent_attention import LatentAttention
+from prl.models.layers.lm_head import HeadFunction, LMHead
 from prl.models.layers.mlp import DenseMLP, SparseMLP
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotary_tables
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(card.vocab_size, card.hidden_size), freeze=False)
         self.layers = nn.ModuleList(self.layer(card, i) for i in range(card.num_hidden_layers))
         self.norm = RMSNorm(card.hidden_size, card.rms_norm_eps)
-        self.lm_head = None if card.tie_word_embeddings else nn.Linear(card.hidden_size, card.vocab_size, bias=False)
+        self.lm_head = None if card.tie_word_embeddings else LMHead(card.hidden_size, card.vocab_size, bias=False)
 
     @classmethod
     def layer(cls, card: ModelCard, index: int) -> DecoderLayer:
@@ -109,7 +110,7 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         positions: Tensor,
         attend: Attend | LatentAttend,
-        head: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]] | None = None,
+        head: HeadFunction | None = None,
         recorder: RoutingRecorder | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         x = self.embed_tokens(input_ids)
@@ -117,7 +118,9 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, attend, recorder)
         x = self.norm(x)
-        return x if head is None else head(x, self.head_weight)
+        if head is None:
+            return x
+        return head(x, self.head_weight) if self.lm_head is None else self.lm_head(x, head)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, V]; only for models that are not sharded."""
