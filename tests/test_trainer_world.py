@@ -1,5 +1,7 @@
 """One process against two: the same losses, norms and parameters; checkpoints pass from one world to another."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,8 +58,11 @@ def together(model_path, tmp_path_factory):
         jobs.append(Job(model_path, dp_shard=2, optim=OPTIMIZERS[optimizer], load=checkpoint, start=3, steps=2))
     recompute = ["memory_recipe.ac.mode=full", "memory_recipe.fused_lm_head_token_chunk_size=4"]
     jobs.append(Job(model_path, dp_shard=2, optim=OPTIMIZERS["adamw"], overrides=recompute))
+    slow = Job(model_path, optim=OPTIMIZERS["adamw"], slow=True)
+    jobs += [replace(slow, **mesh, overrides=recompute * again) for mesh in MESHES.values() for again in (0, 1)]
     results = run_ranks(tmp / "jobs", 2, jobs)
     names = [*keys, *((o, "resumed") for o, _ in keys[::2]), ("adamw", "recomputed")]
+    names += [("slow", mesh, again) for mesh in MESHES for again in (0, 1)]
     return tmp, dict(zip(names, results, strict=True))
 
 
@@ -85,6 +90,17 @@ def test_two_processes_train_as_one(single, together, optimizer, mesh):
 
 def test_recomputation_changes_nothing_in_two_processes(together):
     assert_same(together[1]["adamw", "dp_shard=2"], together[1]["adamw", "recomputed"], "adamw")
+
+
+@pytest.mark.parametrize("again", [0, 1], ids=["", "recomputed"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_slow_rank_is_seen_where_all_wait_for_it(together, mesh, again):
+    """Of two ranks of which one computes and the other hardly does: nearly 2."""
+    figures = together[1]["slow", mesh, again]["figures"]
+    if mesh == "cp=2":
+        assert "busy_imbalance" not in figures
+    else:
+        assert 1.4 < figures["busy_imbalance"] <= 2
 
 
 @pytest.mark.parametrize("mesh", MESHES)

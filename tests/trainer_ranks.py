@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class Job:
     save: str | None = None  # run directory to save to at the end
     bad: list[int] = field(default_factory=list)  # steps in which the gradients of the first rank are NaN
     left_out: list[int] = field(default_factory=list)  # steps that are not taken at all
+    slow: bool = False  # whether the last rank's projections take 10 ms more
     gradients: bool = False  # those of the first step are a part of the result
 
 
@@ -140,6 +142,8 @@ def run_job(job: Job) -> dict[str, Any]:
     world = build_world(job_mesh(job), torch.device("cpu"), node_ranks(job))
     seed_everything(0, deterministic=False)
     policy = build_policy(job, world)
+    if job.slow and world.rank == world.size - 1:
+        slow_down(policy)
     if job.load:
         TrainerCheckpointer(Path(job.load), asynchronous=False).load(Path(job.load), policy.model, policy.optimizers)
     gradients = take_gradients(policy, job.start + 1) if job.gradients else {}
@@ -152,7 +156,12 @@ def run_job(job: Job) -> dict[str, Any]:
     experts = [param for module in parallelize.expert_modules(policy.model) for param in module.parameters()]
     held = sum(local_part(param).numel() * param.element_size() for param in experts)
     found = {"history": history, "weights": weights, "gradients": gradients}
-    return found | {"random": torch.rand(3), "expert_bytes": held}
+    return found | {"random": torch.rand(3), "expert_bytes": held, "figures": policy.figures}
+
+
+def slow_down(policy: Policy) -> None:
+    for layer in policy.model.layers:
+        layer.project = lambda *inputs, project=layer.project: (time.sleep(0.01), project(*inputs))[1]
 
 
 def check_owned(policy: Policy, weights: dict[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import activate_attention
 from prl.planning.vllm_arguments import engine_share
+from prl.trainer.busy import BusyClock
 from prl.trainer.compilation import CompileClock
 from prl.trainer.context.parallel import ContextGroup, context_attention, shard_row, sum_over_context
 from prl.trainer.expert_balance import ExpertBalance
@@ -63,6 +64,7 @@ class Policy:
         self.model = build_model(config, model_path, world)
         self.balance = ExpertBalance(self.model, world, config.model.router_bias_update_rate)
         self.indexers = IndexerTraining(self.model, config.model.indexer_loss_coef, world.device)
+        self.busy = BusyClock(self.model, world)
         self.figures: dict[str, float] = {}  # of the last optimizer step, for its metrics row
         self.optimizers = offload_optimizers(
             build_optimizers(self.model, optim), config.memory_recipe.optim_cpu_offload, world.device
@@ -88,6 +90,7 @@ class Policy:
         device = self.world.device
         if self.world.size == 1 and device.type == "cpu":  # on a GPU, whole weights would stay in its memory
             hold_gradients(self.model, more_follow)
+        self.busy.begin_lap()
         doc_lens = micro.doc_lens.tolist()
         rows = torch.from_numpy(np.flatnonzero(micro.loss_mask)).to(device)
         input_ids = torch.tensor(micro.input_ids, device=device)
@@ -184,7 +187,7 @@ class Policy:
             if applied:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.figures = self.balance.step(moves=applied) | self.indexers.step()
+        self.figures = self.balance.step(moves=applied) | self.indexers.step() | self.busy.step()
         return OptimStep(grad_norm, time.perf_counter() - start, applied)
 
     def _all_agree(self, finite: bool) -> bool:

@@ -1,0 +1,95 @@
+"""How unevenly data ranks are busy. Each waits for the others within every layer, so their steps take equally long,
+whatever is in their rows; what a rank computes between exchanges is its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prl.models.layers.decoder import Decoder, DecoderLayer
+from prl.models.layers.mlp import SparseMLP
+from prl.trainer.world import World, sum_over_world
+
+Moment = float | torch.cuda.Event
+
+
+class BusyClock:
+    """Times the forward passes of a sharded `model`'s layers where they exchange nothing: whole layers, or under expert
+    parallelism attention, router and experts. With context parallelism the exchanges are inside attention: it tells
+    nothing then, nor of one rank, nor of models of transformers.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self.laps: list[list[tuple[Moment, Moment]]] = []  # of each micro-batch, what was computed from when to when
+        self.tells = world.size > 1 and world.cp == 1 and isinstance(model, Decoder)
+        if self.tells and isinstance(model, Decoder):
+            for layer in model.layers:
+                assert isinstance(layer, DecoderLayer)
+                for module, name in pieces(layer, world.experts is not None):
+                    setattr(module, name, self.timed(getattr(module, name)))
+
+    def begin_lap(self) -> None:
+        """Before the forward pass of a micro-batch that is trained."""
+        if self.tells and torch.is_grad_enabled():
+            self.laps.append([])
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any, **options: Any) -> Any:
+            if not self.laps or not torch.is_grad_enabled():
+                return function(*inputs, **options)
+            start = self.now()
+            result = function(*inputs, **options)
+            self.laps[-1].append((start, self.now()))
+            return result
+
+        return call
+
+    def now(self) -> Moment:
+        if self.world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def step(self) -> dict[str, float]:
+        """After an optimizer step, with which the device is done: what the laps since the last one took, each its
+        busiest rank's seconds, over what they would with all ranks equally busy; 1 is even. A collective of the world.
+        """
+        if not self.laps:
+            return {}
+        table = torch.zeros(self.world.size, len(self.laps), dtype=torch.float64)
+        for lap, timings in enumerate(self.laps):
+            table[self.world.rank, lap] = sum(seconds(*timing) for timing in timings)
+        self.laps = []
+        return {"busy_imbalance": unevenness(sum_over_world(table))}
+
+
+def pieces(layer: DecoderLayer, exchanges: bool) -> list[tuple[nn.Module, str]]:
+    """Functions of a layer in which nothing is exchanged; exchanges: tokens of experts are, between them."""
+    if not exchanges or not layer.has_mlp or not isinstance(layer.mlp, SparseMLP):
+        return [(layer, "forward")]
+    parts: list[tuple[nn.Module, str]] = [(layer.mlp, "route"), (layer.mlp.experts, "grouped_mlp")]
+    if layer.mlp.shared_experts is not None:
+        parts.append((layer.mlp.shared_experts, "forward"))
+    return [(layer, "attention_block"), *parts] if layer.mixes_tokens else parts
+
+
+def seconds(start: Moment, end: Moment) -> float:
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    assert isinstance(end, float)
+    return end - start
+
+
+def unevenness(table: Tensor) -> float:
+    """table [ranks, laps] of seconds."""
+    total = float(table.sum())
+    return float(table.amax(0).sum()) * len(table) / total if total else 1.0
