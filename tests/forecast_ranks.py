@@ -1,5 +1,5 @@
 """What the trainer's ranks really send in one micro-batch, for tests/test_forecast_bytes.py: `python forecast_ranks.py
-DIR RANK SIZE OVERRIDES...`. Rank 0 writes DIR/sent.json: collective -> bytes that it sent to others.
+DIR RANK SIZE OVERRIDES...`. Rank 0 writes DIR/sent.json: collective -> bytes that it sent to others; and their order.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from prl.transport.packing import Document, build_micro_batch
 
 HIDDEN = 128  # of the tiny cards
 sent: Counter[str] = Counter()
+order: list[tuple[str, int]] = []  # gathers, with the bytes that they make, and exchanges of tokens
 
 
 def counting(name: str, others: Callable[[int, int, Tensor, list[int] | None], float]) -> None:
@@ -50,6 +51,7 @@ def counting(name: str, others: Callable[[int, int, Tensor, list[int] | None], f
 
 
 def of_gather(size: int, rank: int, piece: Tensor, _: Any) -> float:
+    order.append(("gather", piece.nbytes * size))
     return piece.nbytes * (size - 1)
 
 
@@ -64,6 +66,7 @@ def of_exchange(size: int, rank: int, rows: Tensor, splits: list[int] | None) ->
     if splits is None:
         sent["heads"] += rows.nbytes * (size - 1) // size if rows.is_floating_point() else 0
     elif rows.dim() == 2 and rows.shape[1] >= HIDDEN:
+        order.append(("tokens", rows.nbytes))
         sent["tokens"] += sum(splits[:rank] + splits[rank + 1 :]) * rows[:1].nbytes
     return 0
 
@@ -85,7 +88,7 @@ def main(directory: Path, rank: int, size: int) -> None:
     counting("all_to_all_single", of_exchange)
     policy.forward(build_micro_batch([document]), loss_tokens=length).logp.sum().backward()
     if rank == 0:
-        (directory / "sent.json").write_text(json.dumps(sent))
+        (directory / "sent.json").write_text(json.dumps({**sent, "order": order}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rank_processes import run_script
 from prl.config.composing import compose
 from prl.forecast.cost import total
 from prl.forecast.hardware import load_hardware
+from prl.forecast.layers import layers_in_order
 from prl.forecast.publishing import publication
 from prl.forecast.setting import Setting
 from prl.forecast.training import micro_batch
@@ -45,6 +46,21 @@ def test_ranks_send_what_is_counted(name: str, tmp_path: Path) -> None:
     assert seen["reduce_scatter"] == counted["FSDP reductions"]
     assert seen["heads"] == counted["CP, heads"]
     assert seen["tokens"] == pytest.approx(counted["EP dispatch"], rel=0.15)
+    setting = Setting(load_hardware(), compose(overrides), (256,))
+    assert_gathered_ahead(seen["order"], [layer.experts for layer in layers_in_order(setting) if layer.experts])
+
+
+def assert_gathered_ahead(order: list[tuple[str, int]], experts: list[int]) -> None:
+    """Each layer's experts, of which a rank has half in bfloat16, before the layer before exchanges tokens; in backward
+    the layer after.
+    """
+    n = len(experts)
+    gathered = [i for i, (what, nbytes) in enumerate(order) if (what, nbytes) == ("gather", experts[0])]
+    exchanged = [i for i, (what, _) in enumerate(order) if what == "tokens"]
+    assert len(gathered) == 2 * n
+    for places, moments in ((gathered[:n], exchanged[: 2 * n]), (gathered[n:], exchanged[2 * n :])):
+        firsts = moments[:: len(moments) // n]  # of the exchanges of each layer
+        assert all(place < first for place, first in zip(places[1:], firsts, strict=False)), order
 
 
 def test_a_publication_takes_the_bytes_of_its_plan() -> None:

@@ -5,6 +5,7 @@ In the manner of torchtitan: small functions, applied in one order, each doing n
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +180,27 @@ def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
     if isinstance(model, Decoder) and model.lm_head is not None:
         shard_ends(model.embed_tokens, model.lm_head, inner)
     fully_shard(model, **options, reshard_after_forward=False)
+    if world.experts is not None and world.experts["efsdp"].size() > 1:
+        gather_ahead(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # losses are already divided by the global token count, so gradients are summed; gloo cannot pre-multiply
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def gather_ahead(model: Decoder) -> None:
+    """Layer and experts each one layer before they are needed. By itself FSDP gathers experts when their layer has come
+    to them, for the host, which waits for the experts' tokens in every layer, is not ahead of the device; and in
+    backward, where they are a layer's first, when they are needed at once.
+    """
+    units: list[list[FSDPModule]] = [
+        [module for module in (layer, *expert_modules(layer)) if isinstance(module, FSDPModule)]
+        for layer in model.layers
+    ]
+    for before, after in pairwise(units):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before)
 
 
 def hold_gradients(model: nn.Module, hold: bool) -> None:
