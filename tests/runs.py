@@ -29,7 +29,8 @@ SMALL = [
 ]
 UNEVALUATED = [*(arg for arg in SMALL if not arg.startswith("eval.")), "eval=none"]
 # what may differ between two runs that did the same: times, and what is derived from them or from the machine
-TIMING = {"time", "mfu", "mfu_formula", "peak_memory_bytes", "rollouts_inflight", "overlap", "generating_spans"}
+CLOCKED = {"mfu", "busy_imbalance", "overlap", "generating_spans"}  # besides what ends in _s
+TIMING = CLOCKED | {"time", "mfu_formula", "peak_memory_bytes", "rollouts_inflight"}
 
 
 @dataclass
