@@ -29,6 +29,7 @@ class FakeEngine:
         self.missing = 0  # times that weights are not to be had
         self.stuck_at = ""  # a control route that fails, but not before `stuck` is set
         self.stuck = asyncio.Event()
+        self.unknown = ""  # a control route that this engine does not have
         self.framed = False  # whether `choice` has arrays
         self.lost = set()  # routes whose next answer is lost: the connection closes when all has been done
         self.metrics = "nothing yet"  # what it answers; None: 503
@@ -106,6 +107,8 @@ class FakeEngine:
         if route == self.stuck_at:
             await self.stuck.wait()
             return web.Response(status=500)
+        if route == self.unknown:
+            return web.Response(status=404)
         if route == "pause":
             self.go.clear()
         if route == "resume":

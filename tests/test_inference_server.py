@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -468,6 +469,38 @@ def test_updates_out_of_order_or_damaged_change_nothing(client: Client) -> None:
     assert client.post("/finish_weight_update", {"weight_version": "99"}).status == 400
     assert client.get("/weight_info").body == version
     assert client.generate().status == 200
+
+
+def test_weights_that_came_near_are_loaded_though_nobody_has_them_any_more(client: Client) -> None:
+    publisher = FilesystemPublisher(client.ctx.run_dir / "weights", 1)
+    info = published(publisher, 60, weights(client, 60))
+    assert client.post("/prefetch_weights", {"update_info": info}).status == 200
+    assert client.get("/is_paused").body == {"is_paused": False}
+    before = client.get("/weight_info").body
+    shutil.rmtree(client.ctx.run_dir / "weights" / "step_60")
+    assert client.post("/prefetch_weights", {"update_info": info}).status == 200, "it has them"
+    assert client.get("/weight_info").body == before
+    update(client, info, "60")
+    fresh = client.generate("near", token_ids=[5, 6, 7], max_tokens=1, temperature=0).body["choices"][0]
+    model = build_decoder(client.ctx.plan.config.model.card)
+    model.init_weights(torch.Generator().manual_seed(60))
+    assert fresh["token_ids"] == [greedy(model, [5, 6, 7])]
+    assert client.post("/start_weight_update").status == 200
+    assert client.post("/update_weights", {"update_info": info}).status == 400, "they were for one update"
+
+
+def test_other_weights_than_those_asked_for_do_not_come_near(client: Client) -> None:
+    publisher = FilesystemPublisher(client.ctx.run_dir / "weights", 2)
+    first, second = (published(publisher, version, weights(client, version)) for version in (61, 62))
+    assert client.post("/prefetch_weights", {"update_info": first}).status == 200
+    update(client, second, "62")
+    fresh = client.generate("far", token_ids=[5, 6, 7], max_tokens=1, temperature=0).body["choices"][0]
+    model = build_decoder(client.ctx.plan.config.model.card)
+    model.init_weights(torch.Generator().manual_seed(62))
+    assert fresh["token_ids"] == [greedy(model, [5, 6, 7])]
+    gone = first | {"version": 63, "path": first["path"].replace("61", "63")}
+    for wrong in ({"update_info": gone}, {"update_info": {"type": "nccl"}}, {"update_info": 3}, {}):
+        assert client.post("/prefetch_weights", wrong).status == 400, wrong
 
 
 def test_level_2_sleep_refuses_to_generate_until_weights_come(client: Client) -> None:

@@ -72,7 +72,7 @@ def test_tensor_parallel_ranks_cut_the_weights_that_arrive(tmp_path: Path, model
         for version in range(3):
             if version:
                 model = other_model(path, server.config, 12 + version)
-                server.update(model, publisher)
+                (server.update if version == 1 else server.update_from_near)(model, publisher)
             generation = server.sample()
             assert differences(model, generation).max() < 1e-3
             assert set(generation.versions) == {version}

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -30,6 +30,7 @@ from prl.orchestrator.engines.generation import Generation
 from prl.orchestrator.engines.pool import EnginePool
 from prl.planning import make_plan
 from prl.runtime.process.keys import RunKeys
+from prl.transport.kinds import PREFETCHED
 from prl.transport.weights import Publisher
 from prl.transport.weights_files import FilesystemPublisher
 
@@ -79,8 +80,25 @@ class Server:
     def update(self, model: Decoder, publisher: Publisher) -> None:
         """A whole update, as trainer and orchestrator make it."""
         info = published(publisher, self.version + 1, hf_tensors(model))
-        self.with_pool(lambda pool: pool.update_weights(self.version + 1, info))
+        self.with_pool(lambda pool: self.take(pool, info))
         publisher.acknowledge()
+        self.version += 1
+
+    async def take(self, pool: EnginePool, info: dict[str, Any]) -> None:
+        await pool.update_weights(self.version + 1, info)
+        if info["type"] in PREFETCHED:
+            assert "prefetch_weights" in pool.clock.seconds, "it was fetched while the engine stood still"
+
+    def update_from_near(self, model: Decoder, publisher: Publisher) -> None:
+        """As `update`, but once engines have brought it near nobody else has the version any more."""
+        info = published(publisher, self.version + 1, hf_tensors(model))
+
+        async def take(pool: EnginePool) -> None:
+            await pool.prefetch(info)
+            publisher.acknowledge()
+            await self.take(pool, info)
+
+        self.with_pool(take)
         self.version += 1
 
 

@@ -4,12 +4,15 @@
     /start_weight_update, /update_weights (once or more), /finish_weight_update
 
 Tensors are fetched and verified off the engine's thread, and take effect all at once with their version's name at
-/finish_weight_update: every token is sampled under exactly one version and says which, paused or not.
+/finish_weight_update: every token is sampled under exactly one version and says which, paused or not. What a host
+transport offers may be fetched before that, while nothing is paused, by /prefetch_weights (ours: vLLM has none).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,7 +21,7 @@ from aiohttp import web
 
 from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
-from prl.transport.kinds import DEVICE_TRANSPORTS
+from prl.transport.kinds import DEVICE_TRANSPORTS, PREFETCH, PREFETCHED
 from prl.transport.sources import WeightSource
 from prl.transport.weights import NamedTensors, receive, stage
 
@@ -29,6 +32,14 @@ class WeightUpdate:
 
     staged: list[NamedTensors] | None = None
     verify_checksum: bool = True  # of all updates
+    near: tuple[dict[str, Any], NamedTensors] | None = None  # what was prefetched, and its update_info
+
+    def fetch(self, info: dict[str, Any]) -> NamedTensors:
+        """Raises as `receive` does."""
+        near, self.near = self.near, None  # whatever it is of, it has no further use
+        if near is not None and near[0] == info:
+            return near[1]
+        return list(receive(info, self.verify_checksum))
 
     def get(self, route: str) -> list[NamedTensors]:
         if self.staged is None:
@@ -51,16 +62,24 @@ def add_weight_routes(app: web.Application, worker: EngineWorker, source: Weight
         update.staged = []
         return web.json_response({"message": "Weight update started"})
 
+    async def prefetch(http: web.Request) -> web.Response:
+        info = source.check(_object(await read_object(http), "update_info"))
+        if info["type"] not in PREFETCHED:
+            raise ValueError(f"weights that come by {info['type']} cannot be fetched ahead")
+        if update.near is None or update.near[0] != info:
+            update.near = None
+            with _fetching():
+                update.near = info, await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum)))
+        return web.json_response({"message": "Weights fetched"})
+
     async def receive_weights(http: web.Request) -> web.Response:
         staged = update.get("/update_weights")
         info = source.check(_object(await read_object(http), "update_info"))
-        try:
+        with _fetching():
             if info["type"] in DEVICE_TRANSPORTS:  # it arrives when it is loaded
                 staged.append(chain.from_iterable(stage(info, device=worker.engine.device)))
             else:
-                staged.append(await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum))))
-        except (OSError, KeyError, TypeError) as error:
-            raise ValueError(f"the weights cannot be fetched: {type(error).__name__}: {error}") from error
+                staged.append(await asyncio.to_thread(update.fetch, info))
         return web.json_response({"message": "Weights updated"})
 
     async def finish(http: web.Request) -> web.Response:
@@ -78,10 +97,20 @@ def add_weight_routes(app: web.Application, worker: EngineWorker, source: Weight
         return web.json_response({"weight_version": worker.engine.version})
 
     app.router.add_post("/init_weight_transfer_engine", init)
+    app.router.add_post(PREFETCH, prefetch)
     app.router.add_post("/start_weight_update", start)
     app.router.add_post("/update_weights", receive_weights)
     app.router.add_post("/finish_weight_update", finish)
     app.router.add_get("/weight_info", weight_info)
+
+
+@contextlib.contextmanager
+def _fetching() -> Iterator[None]:
+    """Raises ValueError for whatever is wrong with the source."""
+    try:
+        yield
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"the weights cannot be fetched: {type(error).__name__}: {error}") from error
 
 
 def _object(body: dict[str, Any], key: str) -> dict[str, Any]:

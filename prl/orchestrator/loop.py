@@ -346,9 +346,7 @@ class Orchestrator:
         """Bring all engines to `version`. Returns whether they have it."""
         taken = await self.engines.update_weights(version, update_info, asleep=self.takes_turns and not is_first)
         if taken:
-            timed = self.engines.update_s
-            row = {f"weight_update/{route}_s": seconds for route, seconds in timed.items()}
-            self.ctx.metrics.log(step=version, policy_version=version, weight_update_s=sum(timed.values()), **row)
+            self.ctx.metrics.log(step=version, policy_version=version, **self.engines.clock.row())
         if self.runner.lockstep:
             # all that it decoded is over: slots and batches become those of an engine that starts (resume)
             await self.engines.everywhere("/reset_prefix_cache")

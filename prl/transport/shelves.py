@@ -163,10 +163,13 @@ def read_head(read: Callable[[int], bytes], table: Table | None) -> tuple[Shelf,
 
 
 class Assembly:
-    """Whole tensors out of parts, which several threads may put in."""
+    """Whole tensors out of parts, which several threads may put in.
 
-    def __init__(self, table: Table) -> None:
-        self.table, self.lock = table, threading.Lock()
+    place: where a tensor comes to lie, a matrix, by its number; None: in memory of its own.
+    """
+
+    def __init__(self, table: Table, place: Callable[[int], Tensor] | None = None) -> None:
+        self.table, self.place, self.lock = table, place, threading.Lock()
         self.found: dict[int, Tensor] = {}  # by number, as matrices
         self.left: dict[int, int] = {}  # elements
 
@@ -175,14 +178,20 @@ class Assembly:
         with self.lock:
             if number not in self.found:
                 rows, columns = int(self.table.rows[number]), int(self.table.columns[number])
-                self.found[number] = torch.empty(rows, columns, dtype=data.dtype)
+                place = self.place
+                self.found[number] = place(number) if place else torch.empty(rows, columns, dtype=data.dtype)
                 self.left[number] = rows * columns
             self.left[number] -= data.numel()
-        place = self.found[number][box[ROW] : box[ROW] + box[ROWS], box[COLUMN] : box[COLUMN] + box[COLUMNS]]
-        place.copy_(data)
+        part = self.found[number][box[ROW] : box[ROW] + box[ROWS], box[COLUMN] : box[COLUMN] + box[COLUMNS]]
+        part.copy_(data)
 
     def take(self, number: int) -> Tensor:
         """A tensor, which is kept no longer. Raises ValueError unless it is whole."""
         if self.left.pop(number, None) != 0:
             raise ValueError(f"the parts of {self.table.names[number]} are not the whole")
         return self.found.pop(number).view(self.table.shapes[number])
+
+    def check_whole(self) -> None:
+        """Of all tensors. Raises ValueError as `take` does."""
+        for number in range(len(self.table.names)):
+            self.take(number)

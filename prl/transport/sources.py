@@ -20,6 +20,7 @@ from prl.runtime.process.ports import RENDEZVOUS
 VARIABLE = "PRL_WEIGHT_SOURCE"  # for processes that an engine starts by itself
 MOST = (1 << 53) - 1  # of any integer: what every reader of JSON agrees on
 PORTS = (1 << 16) - 1
+MOST_TEXT = 256  # characters of a name
 
 
 class Update(BaseModel):
@@ -30,12 +31,28 @@ class Update(BaseModel):
     version: int = Field(ge=0, le=MOST)
 
 
-class FileUpdate(Update):
+class Near(BaseModel):
+    """Where on an engine's host a version was prefetched to (`prefetch.py`)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    host: str = Field(max_length=MOST_TEXT)
+    path: str = Field(pattern=r"^(/proc/\d{1,10}/fd/\d{1,10})?$")
+    token: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class HeldUpdate(Update):
+    """Of a version that the trainer holds until all have it."""
+
+    near: Near | None = None
+
+
+class FileUpdate(HeldUpdate):
     type: Literal["filesystem"]
     path: str
 
 
-class SharedMemoryUpdate(Update):
+class SharedMemoryUpdate(HeldUpdate):
     type: Literal["shared_memory"]
     path: str  # of the ranks' segments, without their numbers
     ranks: int = Field(gt=0, le=PORTS)
@@ -49,7 +66,7 @@ class NetworkUpdate(Update):
     timeout_s: float = Field(gt=0, allow_inf_nan=False)
 
 
-class TcpUpdate(NetworkUpdate):
+class TcpUpdate(NetworkUpdate, HeldUpdate):
     type: Literal["tcp"]
     key: str = Field(pattern=r"^[0-9a-f]{64}$")
 
@@ -128,7 +145,7 @@ class WeightSource:
             _check_segments(update)
         elif isinstance(update, NetworkUpdate) and (update.host not in self.hosts or update.timeout_s > self.timeout_s):
             raise ValueError(f"update_info must name the trainer's host, {self.hosts[0]}, and no longer time-out")
-        return update.model_dump()
+        return update.model_dump(exclude_none=True)
 
     def check_path(self, path: str, name: str) -> None:
         """Of a version in files, or of adapters. Raises ValueError unless it is the one of that name in `directory`."""

@@ -20,11 +20,12 @@ from torch import Tensor
 from prl.config.schema import WeightTransportConfig
 from prl.transport.buckets import Announce, Chunk
 from prl.transport.kinds import DEVICE_TRANSPORTS
+from prl.transport.prefetch import is_near, near_segments
 from prl.transport.receiving_nccl import receive_nccl
 from prl.transport.shelves import Gather, alone
 from prl.transport.weights_files import FilesystemPublisher, check_file, manifest_of, receive_files
 from prl.transport.weights_ipc import receive_ipc
-from prl.transport.weights_shared import SharedMemoryPublisher, map_shared, receive_shared
+from prl.transport.weights_shared import SharedMemoryPublisher, map_shared, receive_shared, tensors_of
 from prl.transport.weights_tcp import TcpPublisher, receive_tcp
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -72,7 +73,8 @@ def receive(update_info: dict[str, Any], verify: bool = True) -> Iterator[tuple[
 def stage(update_info: dict[str, Any], verify: bool = True, device: torch.device | None = None) -> Iterable[Chunk]:
     """A version that is sure to be had, to be read once and later; what stays where it is costs no memory till then.
 
-    A version of a device transport arrives while it is read, on `device`.
+    A version of a device transport arrives while it is read, on `device`. What was prefetched on this host
+    (`prefetch.py`) is not fetched and not checked again.
 
     Raises as `receive` does.
     """
@@ -81,7 +83,10 @@ def stage(update_info: dict[str, Any], verify: bool = True, device: torch.device
         take = receive_nccl if update_info["type"] == "nccl" else receive_ipc
         return take(update_info, device)
     if update_info["type"] == "tcp":
+        if segments := near_segments(update_info):
+            return ([named] for named in tensors_of(segments))
         return [list(receive_tcp(update_info, verify))]
+    verify = verify and not is_near(update_info)
     if update_info["type"] == "filesystem":
         for path, expected in manifest_of(Path(update_info["path"])):
             check_file(path, expected if verify else None)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prl.config.errors import PassingError, UserError
-from prl.transport.boxes import TENSOR
+from prl.transport.boxes import TENSOR, Table
 from prl.transport.buckets import Announce
 from prl.transport.flat import ALIGN
 from prl.transport.shelves import Assembly, Gather, Keeper, Shelf, alone, pack_head, read_head
@@ -41,7 +41,7 @@ class SharedMemoryPublisher(Keeper):
             self.acknowledge()
         # a name of its own, so that a late engine finds its version or none
         self.path = segment_of(f"{self.prefix}-{version}", self.rank)
-        begin = _aligned(len(self._head(np.zeros(len(self.shelf.parcels), dtype=np.uint32))))
+        begin = aligned(len(self._head(np.zeros(len(self.shelf.parcels), dtype=np.uint32))))
         table = self.shelf.table
         whole = int(table.nbytes(table.whole()).sum())
         buffer = _make_segment(self.path, begin + self.shelf.nbytes, version, whole)
@@ -94,7 +94,7 @@ def _kind_of_shortage(path: Path, size: int) -> type[UserError]:
     return PassingError if size < place.f_blocks * place.f_frsize else UserError
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
@@ -105,28 +105,40 @@ class Segment:
     buffer: mmap.mmap
     shelf: Shelf
     begin: int  # of the shelf
+    said: bytes
 
 
 def map_shared(update_info: dict[str, Any], verify: bool) -> list[Segment]:
-    """Raises OSError where a segment is gone, ValueError where one is damaged."""
+    """Raises as `map_segment` does."""
     segments: list[Segment] = []
     for rank in range(update_info["ranks"]):
-        path = segment_of(update_info["path"], rank)
-        with path.open("r+b") as file:
-            buffer = mmap.mmap(file.fileno(), 0)
-        shelf, sums, _ = read_head(buffer.read, segments[0].shelf.table if segments else None)
-        begin = _aligned(buffer.tell())
-        if begin + shelf.nbytes > len(buffer):
-            raise ValueError(f"{path} is too short for what it says is in it")
-        if verify and shelf.damaged(buffer, sums, begin):
-            raise ValueError(f"{path} is damaged: CRC-32 of a parcel is another than as written")
-        segments.append(Segment(buffer, shelf, begin))
+        path, table = segment_of(update_info["path"], rank), segments[0].shelf.table if segments else None
+        segments.append(map_segment(path, table, verify))
     return segments
 
 
+def map_segment(path: Path, table: Table | None, verify: bool) -> Segment:
+    """`table`: the first segment's, None where this is the first. Raises OSError where it is gone, ValueError where it
+    is damaged.
+    """
+    with path.open("r+b") as file:
+        buffer = mmap.mmap(file.fileno(), 0)
+    shelf, sums, said = read_head(buffer.read, table)
+    begin = aligned(buffer.tell())
+    if begin + shelf.nbytes > len(buffer):
+        raise ValueError(f"{path} is too short for what it says is in it")
+    if verify and shelf.damaged(buffer, sums, begin):
+        raise ValueError(f"{path} is damaged: CRC-32 of a parcel is another than as written")
+    return Segment(buffer, shelf, begin, said)
+
+
 def receive_shared(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str, Tensor]]:
+    """Raises as `map_segment` does."""
+    return tensors_of(map_shared(update_info, verify))
+
+
+def tensors_of(segments: list[Segment]) -> Iterator[tuple[str, Tensor]]:
     """One tensor after another: where it is if one rank has all of it, else put together."""
-    segments = map_shared(update_info, verify)
     table = segments[0].shelf.table
     parts: dict[int, list[tuple[list[int], Tensor]]] = {}
     for segment in segments:

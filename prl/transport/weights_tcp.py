@@ -16,7 +16,7 @@ import socketserver
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -153,6 +153,13 @@ class _Fetch:
 
 
 def receive_tcp(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str, Tensor]]:
+    """Raises as `fetch_tcp` does."""
+    assembly = fetch_tcp(update_info, verify, Assembly)
+    for number, name in enumerate(assembly.table.names):
+        yield name, assembly.take(number)
+
+
+def fetch_tcp(update_info: dict[str, Any], verify: bool, assemble: Callable[[Table], Assembly]) -> Assembly:
     """From all trainer ranks at the same time. Raises OSError that names the trainer when it cannot be reached or ends
     early, ValueError for damaged bytes.
     """
@@ -160,7 +167,7 @@ def receive_tcp(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str
     try:
         first = _Fetch(update_info["host"], update_info["port"], update_info["key"], timeout_s)
         shelf, sums, said = first.head(None)
-        into = Assembly(shelf.table)
+        into = assemble(shelf.table)
 
         def take(host: str, port: int, key: str) -> None:
             fetch = _Fetch(host, port, key, timeout_s)
@@ -170,15 +177,16 @@ def receive_tcp(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str
             taking = [pool.submit(first.take, shelf, sums, into, verify)]
             taking += [pool.submit(take, *other) for other in json.loads(said)]
             try:
-                for taken in taking:
-                    taken.result()
+                while taking:
+                    taking.pop(
+                        0
+                    ).result()  # not named here: its error would hold this frame, and all memory, in a cycle
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would only be waited for
                 raise
     except OSError as error:
         raise OSError(f"weights version {update_info['version']} {error}") from error
-    for number, name in enumerate(into.table.names):
-        yield name, into.take(number)
+    return into
 
 
 def read_exactly(connection: socket.socket, buffer: Room, within_s: float | None = None) -> Room:

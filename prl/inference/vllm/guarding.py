@@ -15,12 +15,14 @@ from prl.inference.bounds import CONTROL_BODY, MAX_N, OPEN_BODY, body_limit, che
 from prl.inference.errors import error_body
 from prl.inference.guard import CLIENT_ROUTES, OPEN_ROUTES, Doors, refusal
 from prl.inference.lease import Lease
+from prl.inference.vllm.prefetching import FINISH, UPDATE, Prefetcher
 from prl.runtime.external import LEASE, RUN_HEADER
+from prl.transport.kinds import PREFETCH
 from prl.transport.serving import BODY_S, HEAD_S
 from prl.transport.sources import WeightSource
 
 ADAPTERS = "/v1/load_lora_adapter"
-BRING_WEIGHTS = ("/finish_weight_update", ADAPTERS)
+BRING_WEIGHTS = (FINISH, ADAPTERS)
 DRAINED = 8  # times as much as is allowed is read before the answer, so that who sends it gets to read that
 
 
@@ -52,7 +54,7 @@ class Guard:
         lease: Lease | None = None,
     ) -> None:
         self.app, self.doors, self.source, self.has_weights = app, doors, source, has_weights
-        self.lease = lease
+        self.lease, self.prefetcher = lease, Prefetcher(source)
         self.vocab = config.model.card.vocab_size
         self.logprobs = max(MAX_N, logprobs_of_kept(config))  # vLLM has a bound of its own, not to be undercut
         self.body_limit = body_limit(config.inference.max_model_len)
@@ -68,12 +70,19 @@ class Guard:
                 status, content = await self._answer_lease(self.lease, scope, body)
                 return await JSONResponse(content, status_code=status)(scope, receive, send)
             self._check_lease(scope)
+            if scope["path"] == PREFETCH:
+                await self._prefetch(body)
+                return await JSONResponse({"message": "Weights fetched"})(scope, receive, send)
+            if scope["path"] == UPDATE:
+                body = self.prefetcher.amend(body)
         except Refused as refused:
             return await refused.response()(scope, receive, send)
 
         async def answer(message: Message) -> None:
             if scope["path"] in BRING_WEIGHTS and message.get("status") == 200:
                 self.has_weights = True
+            if scope["path"] == FINISH and "status" in message:
+                self.prefetcher.release()
             if self.lease is not None and "status" in message:
                 self.lease.told(scope["path"], message["status"])
             await send(message)
@@ -98,6 +107,12 @@ class Guard:
     async def _answer_lease(self, lease: Lease, scope: Scope, body: bytes) -> tuple[int, Any]:
         try:
             return await lease.answer(scope["method"], _header(scope, RUN_HEADER), parse_json(body) if body else None)
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+
+    async def _prefetch(self, body: bytes) -> None:
+        try:
+            await self.prefetcher.fetch(parse_json(body))
         except ValueError as error:
             raise Refused(400, str(error)) from error
 

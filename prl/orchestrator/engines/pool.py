@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,17 +22,18 @@ from prl.orchestrator.engines.answers import (
 from prl.orchestrator.engines.generation import Generation
 from prl.orchestrator.engines.requests import GENERATE, PAUSE, generate_body, update_steps
 from prl.orchestrator.engines.turnstile import Turnstile
+from prl.orchestrator.engines.update_clock import UpdateClock
 from prl.planning.vllm_arguments import PREFILL_ONLY
 from prl.runtime.process.keys import RunKeys, users_key
 from prl.transport.answers import decode_answer, unframed
-from prl.transport.kinds import HOST_TRANSPORTS
+from prl.transport.kinds import HOST_TRANSPORTS, PREFETCH, PREFETCHED
 from prl.transport.weights_lora import ADAPTER, LORA
 
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 CLIENT_ROUTES = (GENERATE, "/v1/completions", "/load")  # all others want the control key
 INIT_TRANSFER = "/init_weight_transfer_engine"
 # routes that may be asked again when an answer is lost: done twice they do what they do once; a completion has its seed
-REPEATABLE = (GENERATE, "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", INIT_TRANSFER)
+REPEATABLE = (GENERATE, "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", INIT_TRANSFER, PREFETCH)
 NOTICE_S = 10.0  # from an engine's failure to the supervisor's word that it was started again
 RETRY_S = 0.2
 AT_ONCE = 16  # requests that are sent in one turn of the event loop
@@ -103,7 +103,7 @@ class EnginePool:
         self.aborted = 0  # requests that we gave up, or that an engine ended before they were done
         self.asleep = False
         self.sleeps = self.interruptions = 0  # so far; an update is an interruption, too
-        self.update_s: dict[str, float] = {}  # of the last update: seconds of each route, in order
+        self.clock = UpdateClock()
 
     async def close(self) -> None:
         await self.session.close()
@@ -372,9 +372,10 @@ class EnginePool:
         Returns whether engines have them: not if all are gone, nor if one died where it had to meet with others.
         """
         partly = asleep and self.sleep_level == 2
+        self.clock.begin()
+        await self.prefetch(update_info)
         async with self.updating:
             self.interruptions += 1
-            self.update_s = {}
             if asleep:
                 await self._timed("/wake_up?tags=weights" if partly else "/wake_up")
             self.newest = version, update_info
@@ -389,11 +390,26 @@ class EnginePool:
             if partly:
                 await self._timed("/wake_up?tags=kv_cache")
             await self._timed("/resume")
+            self.clock.resumed()
             self.asleep = False
             takers = self._present()
             for index in takers:
                 self._admit(index)
             return bool(takers)
+
+    async def prefetch(self, update_info: dict[str, Any]) -> None:
+        """Bring a version near while requests go on. Who does not know the route, or cannot, fetches it in the update,
+        and says there what is wrong.
+        """
+        if update_info.get("type") not in PREFETCHED:
+            return
+        body = {"update_info": update_info, **self.init_info}
+
+        async def ask(index: int) -> None:
+            with contextlib.suppress(EngineError), self.clock.timed_alone(PREFETCH):
+                await self._ask(index, PREFETCH, body, patient=False)
+
+        await asyncio.gather(*map(ask, self._present()))
 
     async def _load(self, steps: list[tuple[str, dict[str, Any] | None]], held: bool) -> None:
         """An update whose weights lie ready. Where the trainer holds them, it begins anew if an answer is lost."""
@@ -421,10 +437,8 @@ class EnginePool:
 
         async def take(index: int) -> None:
             for route, body in update_steps(version, update_info | {"absent": absent})[1:]:
-                started = time.perf_counter()
-                await self._ask(index, route, body, patient=False)
-                elapsed = time.perf_counter() - started
-                self.update_s[route[1:]] = max(self.update_s.get(route[1:], 0.0), elapsed)  # of the slowest replica
+                with self.clock.timed_alone(route):
+                    await self._ask(index, route, body, patient=False)
 
         self.taking = [asyncio.create_task(take(index)) for index in takers]
         try:
@@ -442,10 +456,8 @@ class EnginePool:
         return bool(takers) and not self.interrupted
 
     async def _timed(self, route: str, body: dict[str, Any] | None = None) -> None:
-        started = time.perf_counter()
-        await self.everywhere(route, body)
-        name = route.partition("?")[0].rpartition("/")[2]
-        self.update_s[name] = self.update_s.get(name, 0.0) + time.perf_counter() - started
+        with self.clock.timed(route):
+            await self.everywhere(route, body)
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
