@@ -95,11 +95,18 @@ def compare_dispatches(rank: int, size: int) -> dict[tuple[str, str], dict[str, 
     return found
 
 
-def train_by_backend(model_path: str) -> dict[tuple[str, int], list[tuple[float, float]]]:
+FAMILIES = ("deepseek_v3", "nemotron_h", "glm_moe_dsa shared choices", "minimax_m2")
+
+
+def train_by_backend(
+    model_path: str,
+    family: str | None = None,
+    ways: tuple[tuple[str, int], ...] = (("torch", 1), ("torch", 3), ("deepep", 1)),
+) -> dict[tuple[str, int], list[tuple[float, float]]]:
     """Losses and gradient norms by backend and number of pieces, through FSDP and recomputation."""
     histories = {}
-    for backend, pieces in (("torch", 1), ("torch", 3), ("deepep", 1)):
-        job = Job(model_path, dp_shard=2, ep=2, overrides=["memory_recipe.ac.mode=full"])
+    for backend, pieces in ways:
+        job = Job(model_path, family=family, dp_shard=2, ep=2, overrides=["memory_recipe.ac.mode=full"])
         config = job_config(job)
         changes = {"ep_comm_backend": backend, "deepep_token_chunk_size": 6, "ep_pieces": pieces}
         config = config.model_copy(update={"parallelism": config.parallelism.model_copy(update=changes)})
@@ -167,6 +174,9 @@ def check_all(directory: Path, rank: int, size: int) -> None:
     recompute = ["memory_recipe.ac.mode=full"]
     job = Job(model_path, dp_shard=2, ep=2, overrides=recompute, save=str(directory / "run"))
     results["backends"] = train_by_backend(model_path)
+    for name in FAMILIES:
+        path = str(Path(model_path).parent / name)
+        results["backends", name] = train_by_backend(path, name, (("torch", 1), ("deepep", 1)))
     results["balance"] = run_balance(job)
     checkpoint = str(directory / "run" / "checkpoints" / f"step_{job.steps}")
     results["loaded"] = load_biases(Job(model_path, dp_shard=2, load=checkpoint))

@@ -40,6 +40,7 @@ MEASURED = {
     "cache_dir": "test_keys_sft.py::test_models_made_here_are_kept_in_cache_dir",
     "ckpt.asynchronous": "test_keys_trainer.py::test_checkpoints_are_written_beside_training_where_told_so",
     "ckpt.at_end": "test_keys_sft.py::test_what_a_run_leaves_at_its_end",
+    "ckpt.export_dtype": "test_keys_sft.py::test_an_export_is_in_the_dtype_that_is_asked_for",
     "ckpt.export_hf": "test_keys_sft.py::test_what_a_run_leaves_at_its_end",
     "ckpt.interval": "test_slow_commits.py::test_training_goes_on_while_a_checkpoint_is_committed",
     "ckpt.keep": "test_slow_commits.py::test_training_goes_on_while_a_checkpoint_is_committed",

@@ -1,9 +1,12 @@
 """Experts: the tokens' way there and back, the load on each, its balance, and the rules around them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from expert_ranks import EXPERTS, HIDDEN, RATE, TESTS, TOKENS, TOP_K, load_biases, run_balance, run_ranks
+from expert_ranks import EXPERTS, FAMILIES, HIDDEN, RATE, TESTS, TOKENS, TOP_K, load_biases, run_balance, run_ranks
+from families import family_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import dense_card, moe_card, moe_checkpoint, random_model
@@ -13,7 +16,7 @@ from trainer_ranks import Job
 
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
-from prl.models.checkpoints.writing import hf_tensors
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.experts.all_to_all import Route, count_pairs
 from prl.models.experts.dispatch import LocalDispatch, collect, sort_by_expert, spread
 from prl.models.experts.routing import Choice, route
@@ -111,7 +114,15 @@ def model_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def together(model_path, tmp_path_factory):
+def families(model_path):
+    """Checkpoints beside the first."""
+    for name in FAMILIES:
+        model = random_model(family_card(name), std=0.1)
+        save_checkpoint(hf_tensors(model), Path(model_path).parent / name, model.card)
+
+
+@pytest.fixture(scope="module")
+def together(families, model_path, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks") / "two"
     return directory, run_ranks(directory, 2, model_path)
 
@@ -151,6 +162,16 @@ def test_backends_and_pieces_train_alike(together, other):
     histories = together[1]["backends"]
     torch.testing.assert_close(torch.tensor(histories[other]), torch.tensor(histories["torch", 1]), rtol=1e-5, atol=0)
     assert histories["torch", 1][0] != histories["torch", 1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_train_alike_by_both_backends(together, name):
+    """Experts without a gate and on latents narrower than the model among them."""
+    histories = together[1]["backends", name]
+    got, wanted = (torch.tensor(histories[way]) for way in (("deepep", 1), ("torch", 1)))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
+    assert wanted[0, 0] != wanted[1, 0]
 
 
 @pytest.mark.slow

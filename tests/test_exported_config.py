@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config.auto_card import complete_card
@@ -80,6 +81,21 @@ def test_exports_are_float32_whatever_the_checkpoint_is(tmp_path):
     checkpoint(tmp_path / "source", "llama", hidden_act="gelu").to(torch.bfloat16).save_pretrained(tmp_path / "source")
     export = exported(tmp_path / "source", auto_card(tmp_path / "source"), tmp_path / "export")
     assert config_of(export) == config_of(tmp_path / "source") | {"dtype": "float32"}
+
+
+def test_a_bfloat16_checkpoint_of_transformers_comes_out_as_it_went_in(tmp_path):
+    checkpoint(tmp_path / "source", "llama", hidden_act="gelu").to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    card = auto_card(tmp_path / "source")
+    model = build_hf_model(tmp_path / "source", card).to_empty(device="cpu")
+    load_checkpoint(model, tmp_path / "source")
+    narrow = torch.bfloat16
+    export_checkpoint(model, hf_tensors(model, narrow), tmp_path / "source", tmp_path / "export", card, dtype=narrow)
+    assert config_of(tmp_path / "export") == config_of(tmp_path / "source")
+    own, given = (load_file(tmp_path / where / "model.safetensors") for where in ("export", "source"))
+    assert own.keys() == given.keys()
+    assert all(torch.equal(own[name].to(narrow), tensor) for name, tensor in given.items())
+    assert {tensor.dtype for tensor in own.values() if tensor.ndim > 1} == {narrow}
+    torch.testing.assert_close(logits_at(tmp_path / "export"), logits_at(tmp_path / "source"))
 
 
 def test_a_copy_for_engines_says_what_a_card_cannot(tmp_path):

@@ -1,5 +1,5 @@
-"""Every family but Qwen3, which test_parallel_equality.py has: each layout and recipe that it can have trains as one
-plain process does.
+"""Every family: each layout and recipe that it can have trains as one plain process does. Qwen3's mixtures are in
+test_parallel_equality.py.
 """
 
 from dataclasses import replace
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from families import ROUTED, family_card
+from families import EACH, family_card
 from test_parallel_equality import LORA, assert_equal, nodes_of, run_worlds
 from tiny import random_model
 from torch.distributed.checkpoint import FileSystemReader
@@ -20,8 +20,7 @@ from prl.trainer.world import build_world
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
 FAMILIES = (
-    "llama3 rope",
-    *ROUTED,
+    *(name for family, name in EACH.items() if family != "qwen3_moe"),
     "glm4_moe normed, two shared, in groups",
     "nemotron_h without latents, in groups",
 )
@@ -49,7 +48,7 @@ LATENT = SPARSE | {
     "cp3_gather": ("cp2", [GATHER, "parallelism.cp=3", "deployment.num_train_gpus=3", "seq_len=768"]),
 }
 # keys are gathered, whatever cp_style is said: there is no other way
-GATHERED = {case: job for case, job in LATENT.items() if not case.startswith(("cp2_", "cp3_"))} | {
+GATHERED = {case: job for case, job in LATENT.items() if not case.startswith("cp2_")} | {
     "ep2": ("ep2", ["memory=selective", HOST]),  # of which indexers are no part
 }
 STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,q_proj,up_proj,experts]",
@@ -57,13 +56,13 @@ STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,q_proj,up_proj
 STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {"lora": ("ep2_cp2", [*STATE_LORA, *FOUR])}
 
 
-SAME_LAYERS = {"glm4_moe_lite": LATENT, "deepseek_v32": GATHERED}  # of deepseek_v3 and glm_moe_dsa: fewer jobs
+SAME_LAYERS = {"glm4_moe_lite": LATENT, "deepseek_v32": GATHERED}  # as deepseek_v3 and glm_moe_dsa: not compiled anew
 
 
 def cases(name):
     card = family_card(name)
     if name in SAME_LAYERS:
-        return {case: SAME_LAYERS[name][case] for case in ("fsdp", "hsdp2 selective", "ep2_cp2", "lora")}
+        return {case: job for case, job in SAME_LAYERS[name].items() if case != "cp2"}
     if card.index_topk:
         return GATHERED
     if card.state_layers:
@@ -76,11 +75,17 @@ LEARNING = {
     "fsdp": ("fsdp", ["memory=tight", *INDEXERS]),
     "ep2_cp2": ("ep2_cp2", ["memory=selective", *FOUR, *INDEXERS]),
 }
+FP8 = ["model.fp8=emulated"]
+EMULATED = {
+    "fsdp": ("fsdp", ["memory=selective", *FP8]),
+    "ep2_cp2": ("ep2_cp2", ["memory=tight", "memory_recipe.compile=false", *FOUR, *FP8]),
+}
 SHARING = "glm_moe_dsa shared choices"
 OVER_NODES = ("ep2_cp2", ["memory=tight", "parallelism.ep=4", *nodes_of(2, 2)])  # experts, by way of nodes
 CROSSING = ("glm4_moe normed, two shared, in groups", "deepseek_v3", "minimax_m2", "nemotron_h")
 JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
 JOBS |= {(name, "over nodes"): OVER_NODES for name in CROSSING}
+JOBS |= {(name, "ep8_cp2"): ("ep8_cp2", []) for name in ("deepseek_v3", "nemotron_h", SHARING)}
 FULL_GRADIENTS = [key for key, (_, more) in JOBS.items() if key[1] != "lora" and HOST not in more]
 MUON = ("deepseek_v3", "glm_moe_dsa shared choices", "nemotron_h", "minimax_m2")  # whose matrices are of all kinds
 SHIPPED = {"lr": 0.01, "eps": 1e-8}  # AdamW's own eps
@@ -112,6 +117,7 @@ def results(root, tmp_path_factory):
     jobs = {key: make_job(root, key[0], *job, gradients=key in FULL_GRADIENTS) for key, job in JOBS.items()}
     jobs |= {("learning", case): make_job(root, SHARING, *job, gradients=True) for case, job in LEARNING.items()}
     shipped = make_job(root, SHARING, *JOBS[SHARING, "ep2_cp2"])
+    jobs |= {("fp8", case): make_job(root, "deepseek_v3", *job) for case, job in EMULATED.items()}
     jobs["shipped"] = replace(shipped, steps=1, optim={**shipped.optim, **SHIPPED})
     return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
 
@@ -153,6 +159,20 @@ def test_muon_steps_as_in_one_process(muon, alone, root, name):
 def test_every_gradient_equals_that_of_one_process(results, alone, name, case):
     """Also those that AdamW's eps hides in the test above."""
     assert_same_gradients(results[name, case]["gradients"], alone[0][name]["gradients"])
+
+
+@pytest.mark.parametrize("case", EMULATED)
+def test_fp8_is_as_near_to_one_process_as_its_rounding(results, alone, root, case):
+    """A number that rounds to another of its 256 neighbours here and there: steps part by what that is worth."""
+    losses, norms = zip(*results["fp8", case]["history"], strict=True)
+    plain = run_job(make_job(root, "deepseek_v3", "single", FP8))
+    expected = list(zip(*plain["history"], strict=True))
+    exact = alone[0]["deepseek_v3"]["history"]
+    assert abs(expected[0][0] - exact[0][0]) > 1e-4, "nothing was rounded"
+    assert losses[0] == pytest.approx(expected[0][0], rel=1e-5)
+    assert norms[0] == pytest.approx(expected[1][0], rel=1e-3)
+    assert losses == pytest.approx(expected[0], rel=0.01)
+    assert norms == pytest.approx(expected[1], rel=0.1)
 
 
 @pytest.mark.parametrize("case", LEARNING)

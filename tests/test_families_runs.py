@@ -3,31 +3,22 @@ reward rises.
 """
 
 import pytest
+from families import EACH, ROUTED
 from runs import SMALL, rows, run
 
 pytestmark = pytest.mark.slow
 
 LETTERS = ["env.mix.reverse_text.id=letters_env:Letters", "algo.batch_size=64", "algo.group_size=8", "optim.lr=0.01"]
 JOBS = {
-    "tiny_llama": "parallelism=cp2",
-    "tiny_qwen3": "parallelism=cp2",
-    "tiny_qwen3_moe": "parallelism=ep2_cp2",
-    "tiny_glm4_moe": "parallelism=ep2_cp2",
-    "tiny_minimax_m2": "parallelism=ep2_cp2",
-    "tiny_deepseek_v3": "parallelism=ep2_cp2",
-    "tiny_glm4_moe_lite": "parallelism=ep2_cp2",
-    "tiny_deepseek_v32": "parallelism=ep2_cp2",
-    "tiny_glm_moe_dsa": "parallelism=ep2_cp2",
-    "tiny_nemotron_h": "parallelism=ep2_cp2",
+    f"tiny_{family}": "parallelism=ep2_cp2" if name in ROUTED else "parallelism=cp2" for family, name in EACH.items()
 }
 
 
 @pytest.mark.parametrize("model", JOBS)
 def test_reward_rises_within_20_steps(model, tmp_path):
     usual = [line for line in SMALL if not line.startswith(("algo.", "eval."))]
-    done = run(
-        [*usual, *LETTERS, f"model={model}", JOBS[model], "eval=none", "max_steps=20", "ckpt.interval=20"], tmp_path
-    )
+    choices = [f"model={model}", f"parallelism={JOBS[model]}", "eval=none", "max_steps=20", "ckpt.interval=20"]
+    done = run([*usual, *LETTERS, *choices], tmp_path)
     assert done.code == 0, done.output
     (run_dir,) = (tmp_path / "outputs").iterdir()
     rewards = [row["reward"] for row in rows(run_dir, "orchestrator") if "reward" in row]

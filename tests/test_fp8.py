@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from families import family_card
+from families import EACH, family_card
 from torch import nn
 
 from prl.models.experts.stacked import Experts
@@ -295,9 +295,7 @@ def losses(card, fp8: bool, steps: int) -> list[float]:
     return history
 
 
-FAMILIES = ("llama3 rope", "glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32",
-            "glm_moe_dsa shared choices", "nemotron_h")  # fmt: skip
-CARDS = {"dense": tiny.dense_card(), "moe": tiny.moe_card()} | {name: family_card(name) for name in FAMILIES}
+CARDS = {"dense": tiny.dense_card(), "moe": tiny.moe_card()} | {name: family_card(name) for name in EACH.values()}
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS.keys())

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from role_context import context_of
 from runs import rows
+from safetensors.torch import load_file
 
 from prl.config import compose
 from prl.planning import make_plan, warm_start_plan
@@ -75,6 +76,16 @@ def test_what_a_run_leaves_at_its_end(trained):
         _, _, run_dir = trained(f"ckpt.at_end={said}", f"ckpt.export_hf={said}", "max_steps=1", name=said)
         assert (run_dir / "checkpoints" / "step_1").is_dir() == (said == "true")
         assert (run_dir / "export" / "model.safetensors").is_file() == (said == "true")
+
+
+def test_an_export_is_in_the_dtype_that_is_asked_for(trained):
+    exports = []
+    for dtype in ("float32", "bfloat16"):
+        said = ["ckpt=none", "ckpt.export_hf=true", f"ckpt.export_dtype={dtype}", "max_steps=1"]
+        exports.append(load_file(trained(*said, name=dtype)[2] / "export/model.safetensors"))
+    whole, narrow = exports
+    assert all(torch.equal(tensor, whole[name].to(tensor.dtype)) for name, tensor in narrow.items())
+    assert {tensor.dtype for tensor in narrow.values() if tensor.ndim > 1} == {torch.bfloat16}
 
 
 def test_models_made_here_are_kept_in_cache_dir(trained, tmp_path):

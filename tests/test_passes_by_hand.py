@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prl.models.experts.dispatch import sum_rows
-from prl.models.layers import by_hand
-from prl.models.layers.by_hand import (
+from prl.models import by_hand
+from prl.models.by_hand import (
     GroupedLinearByHand,
     RMSNormByHand,
     RotationByHand,
@@ -20,6 +19,7 @@ from prl.models.layers.by_hand import (
     SwiGLUByHand,
     is_by_hand,
 )
+from prl.models.experts.dispatch import sum_rows
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.packed_attention import BY_HAND_TOKENS, packed_attention
 from prl.models.layers.rope import rotate

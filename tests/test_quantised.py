@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import family_card
+from families import SIZES, family_card
 from quantised import FP8, INT4, MXFP4, compressed, quantise, to_fp8, to_int4, to_mxfp4
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -14,6 +14,7 @@ from tiny import random_model
 from prl.config.cards import facts_of
 from prl.config.config_json import check_card
 from prl.config.errors import ConfigError, UserError
+from prl.config.families import FAMILIES
 from prl.config.quantised import Quantisation, quantisation_of, without_section
 from prl.config.schema_model import ModelCard
 from prl.models.checkpoints.dequantising import as_model_tensors
@@ -175,7 +176,13 @@ def linears(name):
 MODELS = [("deepseek_v3", "fp8", not_attention), ("deepseek_v3", "fp8, small blocks", linears),
           ("glm4_moe", "fp8, powers of two", not_attention), ("deepseek_v32", "fp8, small blocks", linears),
           ("glm_moe_dsa shared choices", "fp8", linears), ("minimax_m2", "fp8, small blocks", linears),
-          ("qwen3", "int4", not_attention), ("deepseek_v3", "int4", not_attention)]  # fmt: skip
+          ("qwen3", "int4", not_attention), ("deepseek_v3", "int4", not_attention), ("llama", "int4", linears),
+          ("qwen3_moe", "fp8, small blocks", not_attention), ("glm4_moe_lite", "fp8, small blocks", linears),
+          ("nemotron_h", "fp8, small blocks", linears)]  # fmt: skip
+
+
+def test_every_family_is_among_them():
+    assert {SIZES[name][0] for name, _, _ in MODELS} == set(FAMILIES)
 
 
 @pytest.fixture(params=MODELS)
@@ -215,6 +222,22 @@ def test_its_exports_are_not_quantised(checkpoint, tmp_path):
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
     held = dict(hf_tensors(load_model(tmp_path / "export", card, torch.float32, CPU)))
     assert all(torch.equal(held[name], tensor) for name, tensor in hf_tensors(model))
+
+
+def test_its_exports_may_be_bfloat16(checkpoint, tmp_path):
+    """Read again and written again they are the same bytes; what is exact (corrections, norms) stays so."""
+    card, path, *_ = checkpoint
+    narrow, vectors = torch.bfloat16, dict(hf_tensors(load_model(path, card, torch.float32, CPU)))
+    export, again = tmp_path / "export", tmp_path / "again"
+    for source, target in ((path, export), (export, again)):
+        model = load_model(source, card, torch.float32, CPU)
+        export_checkpoint(model, hf_tensors(model, narrow), source, target, card, dtype=narrow)
+        assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (export / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    exported = load_file(export / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values() if tensor.ndim > 1} == {narrow}
+    assert all(torch.equal(tensor, vectors[name]) for name, tensor in exported.items() if tensor.ndim < 2)
+    assert all(torch.equal(tensor, vectors[name].to(tensor.dtype)) for name, tensor in exported.items())
 
 
 @pytest.mark.parametrize("damage", ["no scales", "scales of another shape", "no section"])

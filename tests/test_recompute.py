@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from prl.config.schema import ActivationCheckpointing
+from prl.models.layers import packed_sparse_attention
 from prl.models.layers.attention_kernels import PackedAttention
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import packed_attention
@@ -187,6 +188,19 @@ def test_only_the_targets_run_twice_and_attention_never(mode, twice):
     assert {method: len(made) for method, made in calls.items()} == {
         method: 2 if method == twice else 1 for method in calls
     }
+
+
+@pytest.mark.parametrize("mode", ["full", "all"])
+def test_keys_are_chosen_once(mode, monkeypatch):
+    """By layers that choose, not again for backward, and not by those that share a choice."""
+    card = family_card("glm_moe_dsa shared choices")
+    model, chosen = random_model(card, std=0.1), []
+    plain = gradients(model, attend_documents(card, DOCS, torch.device("cpu")))
+    apply_checkpointing(model, MODES[mode])
+    choose = packed_sparse_attention.choose_keys
+    monkeypatch.setattr(packed_sparse_attention, "choose_keys", lambda *args: chosen.append(1) or choose(*args))
+    assert_same_bits(gradients(model, attend_documents(card, DOCS, torch.device("cpu"))), plain)
+    assert len(chosen) == card.num_hidden_layers - len(card.shared_index_layers) == 2
 
 
 def test_a_repetition_stops_at_the_last_tensor_that_is_missing():

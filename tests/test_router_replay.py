@@ -76,8 +76,11 @@ def test_every_family_replays_the_choices_of_its_engine(name: str) -> None:
     layers = list(model.card.sparse_layers)
     torch.testing.assert_close(used.long()[:, layers], given[:, layers])
     result = report(model, sampled)
-    if model.card.index_topk:  # of the same form in both: nothing is rounded otherwise
+    if model.card.index_topk:  # of the same form in both: nothing is rounded otherwise, and no choice is another
         assert result["KL with"] == result["KL without"] < 1e-6
+        for s in sampled:
+            s.routed = np.roll(s.routed, 1, axis=0)
+        assert report(model, sampled)["KL with"] > 1e-3, "choices of other tokens were not replayed"
     else:
         assert result["rerouted"] > 0.01
         assert result["KL with, rerouted"] < result["KL without, rerouted"] / 3

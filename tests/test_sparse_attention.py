@@ -10,6 +10,7 @@ from families import family_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prl.bench import sparse as bench
 from prl.models.layers.packed_sparse_attention import PackedSparseAttention
@@ -128,6 +129,36 @@ def test_a_choice_is_as_wide_as_the_longest_document_needs() -> None:
     index = (torch.randn(67, 4, 16), torch.randn(67, 4), torch.randn(67, 16))
     attend.choose(0, *index)
     assert attend.chosen[0].shape == (67, 64)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that anything makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
+        self.elements = max([self.elements, *(t.untyped_storage().nbytes() // t.itemsize for t in made)])
+        return out
+
+
+def test_nothing_grows_with_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank of several: a quarter of the queries, all keys; choice, attention, its gradients."""
+    monkeypatch.setattr(choice, "SCORES_BYTES", 1 << 18)
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 1 << 16)
+    largest = {}
+    for length in (512, 4096):
+        q, latents, dout, _ = random_case(length // 4, 2, length, 8)
+        index = torch.randn(length // 4, 2, 4), torch.randn(length // 4, 2), torch.randn(length, 4)
+        high = torch.arange(4, length + 1, 4)
+        with Largest() as largest[length]:
+            chosen = choose_keys(*index, torch.zeros_like(high), high, 8, length)
+            results(sparse_attention, q, latents, dout, chosen, VALUES)
+    assert largest[4096].elements <= 8 * largest[512].elements
+    assert largest[4096].elements < 4096 // 4 * 4096 // 16
 
 
 def test_a_query_without_keys_is_refused() -> None:

@@ -107,29 +107,29 @@ def shared_choices(card: ModelCard) -> dict[str, str]:
     return {"index_topk_pattern": letters} if shared else {}
 
 
-def restated(config: Mapping[str, Any], card: ModelCard) -> dict[str, Any]:
+def restated(config: Mapping[str, Any], card: ModelCard, dtype: str) -> dict[str, Any]:
     """The config.json of a checkpoint whose weights were trained by transformers' code, which goes by that file: they
-    are float32, and positions are as many as the card says where they turn by what does not depend on their number.
+    are written in `dtype`, and positions are as many as the card says where they turn by what does not depend on their
+    number.
     """
-    config = {key: _float32(value) if key == "text_config" else value for key, value in _float32(config).items()}
+    said = _of_dtype(config, dtype)
+    if isinstance(inner := said.get("text_config"), Mapping):
+        said["text_config"] = _of_dtype(inner, dtype)
     stated = card.max_position_embeddings
-    if not card.is_native or config.get("max_position_embeddings") in (None, stated):
-        return config
-    rotary = rotary_of(config)
+    if not card.is_native or said.get("max_position_embeddings") in (None, stated):
+        return said
+    rotary = rotary_of(said)
     if rotary["rope_type"] not in BUILT_ROPES:
-        return config
+        return said
     for section in ("rope_parameters", "rope_scaling"):
-        if config.get(section) and OLD_CONTEXT in rotary:  # silence would say another from now on
-            config[section] = {**config[section], OLD_CONTEXT: rotary[OLD_CONTEXT]}
-    return {**config, "max_position_embeddings": stated}
+        if said.get(section) and OLD_CONTEXT in rotary:  # silence would say another from now on
+            said[section] = {**said[section], OLD_CONTEXT: rotary[OLD_CONTEXT]}
+    return {**said, "max_position_embeddings": stated}
 
 
-def _float32(config: Any) -> Any:
-    """Masters are, and exports are of these."""
-    if not isinstance(config, Mapping):
-        return config
+def _of_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     rest = {key: value for key, value in config.items() if key != "torch_dtype"}
-    return rest | ({"dtype": "float32"} if "dtype" in config or "torch_dtype" in config else {})
+    return rest | ({"dtype": dtype} if "dtype" in config or "torch_dtype" in config else {})
 
 
 def _replaced(family: Family) -> tuple[str, ...]:

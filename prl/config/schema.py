@@ -293,6 +293,7 @@ class CkptConfig(Group):
     at_end: bool = True
     asynchronous: bool = True
     export_hf: bool = True  # write the final policy as a Hugging Face checkpoint under <run>/export/
+    export_dtype: Literal["float32", "bfloat16"] = "float32"  # of its matrices; vectors stay float32
 
 
 class DebugConfig(Group):

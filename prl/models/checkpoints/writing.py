@@ -46,17 +46,18 @@ def export_checkpoint(
     target: Path,
     card: ModelCard,
     shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """All that a checkpoint of `model` at `target` needs to stand alone: its `tensors`, and from the checkpoint at
-    `source` the layers that predict further tokens, tokenizer and chat template.
+    `source` the layers that predict further tokens, tokenizer and chat template. `dtype`: of the matrices in `tensors`.
 
     Models of transformers keep the source's config.json, also where `card` is of a family with layers here: it says
     what no card does.
     """
     with further_layers(model, source) as further:
-        whole = chain(tensors, further.tensors(model.head_weight.dtype))
-        save_checkpoint(whole, target, model.card, shard_bytes, further.config)
-    copy_tokenizer(source, target, further.config, card)
+        said = {"dtype": name_of(dtype), **further.config}
+        save_checkpoint(chain(tensors, further.tensors(dtype)), target, model.card, shard_bytes, said)
+    copy_tokenizer(source, target, further.config, card, dtype)
 
 
 def save_checkpoint(
@@ -98,13 +99,17 @@ def save_checkpoint(
 
 
 def copy_tokenizer(
-    source: Path, target: Path, more: Mapping[str, Any] = NOTHING, trained: ModelCard | None = None
+    source: Path,
+    target: Path,
+    more: Mapping[str, Any] = NOTHING,
+    trained: ModelCard | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Copy what is not weights (tokenizer, chat template, generation config), so that the export stands alone. Where
     the source is gone, a warning says so.
 
     A config.json that is not there yet is the source's, without its quantisation, with the keys of `more`, and with
-    what training changes where weights are `trained` by this card.
+    what training changes where weights are `trained` by this card and written in `dtype`.
     """
     if not source.is_dir():
         log.warning("%s is without tokenizer and chat template: %s, which had them, is gone", target, source)
@@ -117,7 +122,11 @@ def copy_tokenizer(
         config = without_section(read_config_json(source))
         inner = config.get("text_config") or {}
         (inner if any(key in inner for key in more) else config).update(more)
-        write_config_json(config if trained is None else restated(config, trained), target)
+        write_config_json(config if trained is None else restated(config, trained, name_of(dtype)), target)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def write_config_json(config: Mapping[str, Any], path: Path) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prl.models.by_hand import GroupedLinearByHand, SwiGLUByHand, is_by_hand
 from prl.models.experts.dispatch import ExpertCompute, LocalDispatch
-from prl.models.layers.by_hand import GroupedLinearByHand, SwiGLUByHand, is_by_hand
 from prl.models.sharding import local_part
 
 # dispatch(x [N, H], weights [N, K], experts [N, K], num_experts, compute) -> [N, H]

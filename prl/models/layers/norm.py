@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prl.models.layers.by_hand import RMSNormByHand, is_by_hand
+from prl.models.by_hand import RMSNormByHand, is_by_hand
 
 
 class RMSNorm(nn.Module):

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prl.config.errors import UserError
 from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4
+from prl.models.by_hand import ShortAttentionByHand, Slots, is_by_hand
 from prl.models.layers.attention import Attend
 from prl.models.layers.attention_kernels import PackedAttention, widened
-from prl.models.layers.by_hand import ShortAttentionByHand, Slots, is_by_hand
 
 AttentionImpl = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prl.config.schema import ModelCard
 from prl.config.schema_model import RopeScaling
-from prl.models.layers.by_hand import RotationByHand, is_by_hand
+from prl.models.by_hand import RotationByHand, is_by_hand
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [N, H, R], cos and sin -> x, turned
 

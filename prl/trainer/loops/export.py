@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from prl.config.schema import RunConfig
 from prl.models.adapters.peft import export_adapter
 from prl.models.checkpoints.writing import export_checkpoint, hf_tensors
@@ -25,12 +27,13 @@ def export_policy(policy: Policy, source: Path, target: Path) -> None:
         export_adapter(model, model.card, lora, target / ADAPTER, base, write=policy.world.is_main)
         if not lora.export_merged:
             return
-    tensors = hf_tensors(model)
+    dtype = getattr(torch, config.ckpt.export_dtype)
+    tensors = hf_tensors(model, dtype)
     if not policy.world.is_main:
         for _ in tensors:  # take part in the gathers
             pass
         return
-    export_checkpoint(model, tensors, source, target, config.model.card)
+    export_checkpoint(model, tensors, source, target, config.model.card, dtype=dtype)
 
 
 def base_name(config: RunConfig, source: Path) -> str:
