@@ -58,15 +58,18 @@ def test_one_run_at_a_time_says_from_where_weights_come(held) -> None:
 
 
 def test_a_lease_that_is_not_renewed_runs_out_and_the_engine_goes_on(held) -> None:
+    forgotten = []
+    held.lease.at_end.append(lambda: forgotten.append(held.now))
     first = held.claim("a")[1]["grant"]
+    forgotten.clear()  # of whoever was before
     held.now += LEASE_S - 1
     held.claim("a")
     held.now += LEASE_S - 1
     asyncio.run(held.lease.tick())
-    assert held.resumed == 0
+    assert held.resumed == len(forgotten) == 0
     held.now += 2
     asyncio.run(held.lease.tick())
-    assert held.resumed == 1
+    assert held.resumed == len(forgotten) == 1
     assert not (held.folder / "lease.json").exists()
     assert held.lease.refusal("POST", "/pause", None) is None
     assert held.claim("a")[1]["grant"] != first

@@ -74,6 +74,7 @@ class Lease:
         self.until = 0.0
         self.renewals = 0
         self.has_weights = False  # of the run that holds it
+        self.at_end: list[Callable[[], None]] = []  # what else is forgotten when nobody has it any more
         Path(source.leased).unlink(missing_ok=True)
 
     @property
@@ -146,6 +147,8 @@ class Lease:
         """Nobody has it; what was paused goes on."""
         was_held, self.claim, self.until, self.has_weights = self.claim is not None, None, 0.0, False
         Path(self.source.leased).unlink(missing_ok=True)
+        for forget in self.at_end:
+            forget()
         if was_held:
             with contextlib.suppress(RuntimeError):  # of an engine that is dead or has not begun
                 await self.resume()

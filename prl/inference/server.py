@@ -116,7 +116,7 @@ def build_app(
     add_generate_route(app, worker, config.model.name)
     add_chat_routes(app, worker, config.model.name)
     add_control_routes(app, worker)
-    add_weight_routes(app, worker, source)
+    add_weight_routes(app, worker, source, lease)
     add_metrics_route(app, worker, config.model.name)
     if lease is not None:
         add_lease_route(app, lease)

@@ -19,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from prl.inference.lease import Lease
 from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
 from prl.transport.kinds import DEVICE_TRANSPORTS, PREFETCH, PREFETCHED
@@ -41,14 +42,22 @@ class WeightUpdate:
             return near[1]
         return list(receive(info, self.verify_checksum))
 
+    def forget(self) -> None:
+        """What came near for an update that does not come."""
+        self.near = None
+
     def get(self, route: str) -> list[NamedTensors]:
         if self.staged is None:
             raise ValueError(f"{route} before /start_weight_update")
         return self.staged
 
 
-def add_weight_routes(app: web.Application, worker: EngineWorker, source: WeightSource) -> None:
+def add_weight_routes(
+    app: web.Application, worker: EngineWorker, source: WeightSource, lease: Lease | None = None
+) -> None:
     update = WeightUpdate()
+    if lease is not None:
+        lease.at_end.append(update.forget)
 
     async def init(http: web.Request) -> web.Response:
         match _object(await read_object(http), "init_info"):
