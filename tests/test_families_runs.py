@@ -9,9 +9,7 @@ from runs import SMALL, rows, run
 pytestmark = pytest.mark.slow
 
 LETTERS = ["env.mix.reverse_text.id=letters_env:Letters", "algo.batch_size=64", "algo.group_size=8", "optim.lr=0.01"]
-JOBS = {
-    f"tiny_{family}": "parallelism=ep2_cp2" if name in ROUTED else "parallelism=cp2" for family, name in EACH.items()
-}
+JOBS = {f"tiny_{family}": "ep2_cp2" if name in ROUTED else "cp2" for family, name in EACH.items()}
 
 
 @pytest.mark.parametrize("model", JOBS)

@@ -142,7 +142,7 @@ def routes_of(app: web.Application) -> list[str]:
 
 def engine_app(lease: bool) -> web.Application:
     """For its table alone: nothing of it is called."""
-    nothing: Any = SimpleNamespace(settled=None)
+    nothing: Any = SimpleNamespace(settled=None, at_end=[])
     return build_app(nothing, compose([], "inference"), Doors(None), nothing, nothing if lease else None)
 
 
