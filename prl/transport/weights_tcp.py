@@ -177,10 +177,8 @@ def fetch_tcp(update_info: dict[str, Any], verify: bool, assemble: Callable[[Tab
             taking = [pool.submit(first.take, shelf, sums, into, verify)]
             taking += [pool.submit(take, *other) for other in json.loads(said)]
             try:
-                while taking:
-                    taking.pop(
-                        0
-                    ).result()  # not named here: its error would hold this frame, and all memory, in a cycle
+                while taking:  # none keeps its name here: an error would hold this frame, and all memory, in a cycle
+                    taking.pop(0).result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would only be waited for
                 raise
