@@ -284,3 +284,55 @@ def test_a_checkpoint_begins_without_a_warm_start_unless_one_is_asked_for(tmp_pa
     assert compose(line).warm_start is None
     assert compose([*line, "warm_start=reverse_text"]).warm_start is not None
     assert compose([*line, "warm_start.max_steps=3"]).warm_start.max_steps == 3
+
+
+@pytest.mark.parametrize("impl", ["custom", "hf"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("deepseek_v3", {"scoring_func": "softmax", "topk_method": "greedy"}),
+        ("glm4_moe_lite", {"topk_method": "greedy"}),
+        ("glm4_moe", {"scoring_func": "softmax"}),
+        ("minimax_m2", {"use_qk_norm": False}),
+    ],
+)
+def test_what_transformers_passes_over_is_no_way_out(family, changes, impl, tmp_path):
+    """Its layers would train another model than config.json says, without a word."""
+    (problem,) = problems(written(tmp_path, family, **changes), f"model.impl={impl}", job="sft")
+    assert all(f"{key}={value}" in problem.what for key, value in changes.items())
+    assert problem.fix == "another checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("llama", {"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ("deepseek_v3", {"n_group": 3}, "cannot be cut into 3 groups"),
+    ],
+)
+@pytest.mark.parametrize("impl", ["custom", "hf"])
+def test_a_remedy_is_never_what_the_checkpoint_denies(family, changes, what, impl, tmp_path):
+    (problem,) = problems(written(tmp_path, family, **changes), f"model.impl={impl}", job="sft")
+    assert what in problem.what
+    assert problem.fix == "another checkpoint: model.path=/path/to/it"
+    assert str(tmp_path / "config.json") in problem.where
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_a_factor_that_is_not_said_is_told(kind, tmp_path):
+    (problem,) = problems(written(tmp_path, "llama", rope_scaling={"rope_type": kind}), job="sft")
+    assert f"({kind}) by a factor that it does not say" in problem.why
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        ("tiny_qwen3", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("tiny_deepseek_v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        ("tiny_nemotron_h", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ],
+)
+def test_adapters_are_around_attention_whatever_the_family_calls_it(model, targets):
+    assert compose([f"model={model}", "memory=lora"]).memory_recipe.lora.targets == targets
+    both = compose([f"model={model}", "memory=lora", "memory_recipe.lora.targets=[up_proj,attention,o_proj]"])
+    assert both.memory_recipe.lora.targets == ("up_proj", *targets)

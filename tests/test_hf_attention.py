@@ -8,6 +8,7 @@ from test_hf_causal_lm import SIZES, adapt, plain_model
 from transformers import AutoConfig
 
 from prl.config import compose
+from prl.config.cards import facts_of
 from prl.config.config_json import check_card
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import ModelCard
@@ -122,3 +123,21 @@ def test_dynamic_frequencies_are_refused_where_the_model_is_built(tmp_path):
     card = ModelCard(family="other", head_dim=8, **{k: v for k, v in SIZES.items() if k != "intermediate_size"})
     with pytest.raises(UserError, match="longest document"):
         build_hf_model(tmp_path, card)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_no_document_is_longer_than_a_table_of_positions(family, tmp_path):
+    """Which transformers would tell of in the middle of a run, by an IndexError."""
+    sizes = {
+        "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        "opt": {"max_position_embeddings": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "ffn_dim": 64, "word_embed_proj_dim": 32},
+    }  # fmt: skip
+    config = AutoConfig.for_model(family, vocab_size=272, bos_token_id=1, eos_token_id=2, **sizes[family])
+    config.save_pretrained(tmp_path)
+    card = ModelCard(**facts_of(json.loads((tmp_path / "config.json").read_text())))
+    assert card.max_position_embeddings == 64
+    build_hf_model(tmp_path, card)
+    with pytest.raises(UserError, match=f"{family} knows 64 positions, fewer than 128") as refused:
+        build_hf_model(tmp_path, card.model_copy(update={"max_position_embeddings": 128}))
+    assert refused.value.fix == "model.card.max_position_embeddings=64"

@@ -86,6 +86,7 @@ def card_of(model) -> ModelCard:
     return ModelCard(
         family="other", **sizes, vocab_size=config.vocab_size, tie_word_embeddings=config.tie_word_embeddings,
         num_key_value_heads=config.to_dict().get("num_key_value_heads", heads), head_dim=sizes["hidden_size"] // heads,
+        max_position_embeddings=config.max_position_embeddings,
     )  # fmt: skip
 
 

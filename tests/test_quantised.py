@@ -255,6 +255,7 @@ def test_incomplete_ones_are_refused(damage, tmp_path):
     with pytest.raises(UserError, match="the checkpoint cannot be loaded") as refused:
         load_model(path, card, torch.float32, CPU)
     assert "scale" in str(refused.value)
+    assert (refused.value.where == str(path / "config.json")) == (damage == "no section")
 
 
 def test_scales_of_activations_are_passed_over(tmp_path):

@@ -29,9 +29,9 @@ def pairs(count, length=3):
     return [{"prompt": f"{i:03d}", "completion": "x" * (length + i % 4)} for i in range(count)]
 
 
-def data_of(path, renderer, split="train", seed=0, seq_len=40, **changes):
+def data_of(path, renderer, split="train", seed=0, seq_len=40, context=512, **changes):
     config = SftConfig(data=SftDataConfig(source=str(path), **changes), seq_len=seq_len)
-    return load_sft_data(config, split, renderer, seed)
+    return load_sft_data(config, split, renderer, seed, context)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -141,6 +141,23 @@ def test_examples_that_are_too_long_are_left_out_and_counted(tmp_path, renderer)
     assert data.dropped in (9, 10)
     with pytest.raises(UserError, match=r"(?s)no example of the train.*longer than seq_len=4\).*raise seq_len"):
         data_of(tmp_path / "d.jsonl", renderer, seq_len=4)
+
+
+def test_examples_longer_than_the_models_context_are_left_out_and_told(tmp_path, renderer, caplog):
+    """Rows may be longer than documents."""
+    path = write(tmp_path / "d.jsonl", pairs(20) + [{"prompt": "p" * 100, "completion": "c"}] * 10)
+    every = data_of(path, renderer, seq_len=400)
+    assert max(map(len, every.documents)) > 100
+    assert not caplog.records
+    data = data_of(path, renderer, seq_len=400, context=40)
+    assert max(map(len, data.documents)) <= 40
+    assert data.seq_len == 400
+    assert (
+        f"{data.dropped} documents of the train split are left out: they are longer than the model's context, 40"
+        in caplog.text
+    )
+    with pytest.raises(UserError, match=r"(?s)longer than the model's context, 4\).*max_position_embeddings=400, if"):
+        data_of(path, renderer, seq_len=400, context=4)
 
 
 def documents_in(rows):

@@ -155,6 +155,6 @@ def _contradiction(key: str, said: Any, fact: Any, path: str) -> UserError:
     return UserError(
         f"The checkpoint has {key}={as_override(fact)}, not {as_override(said)}.",
         where=f"model.card.{key}={as_override(said)}, model.path={path}",
-        why="its config.json says so, and its weights have that shape",
+        why="its config.json says so, and its weights were trained with that",
         fix=f"model.card.{key}=null, which is what the checkpoint has",
     )

@@ -289,6 +289,8 @@ def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: F
         known = {key: value for key, value in rotary.items() if key in RopeScaling.model_fields and value is not None}
         kind = rotary["rope_type"]
         is_scaled = kind in BUILT_ROPES and kind != "default"  # others are for transformers' own layers: `not_built`
+        if is_scaled and "factor" not in known:
+            raise ValueError(f"rotary embeddings are scaled ({kind}) by a factor that it does not say")
         if is_scaled and kind in STRETCHED and OLD_CONTEXT not in known:
             raise ValueError(f"rotary embeddings are stretched ({kind}) from a context that it does not say")
         found["rope_scaling"] = RopeScaling.model_validate(known) if is_scaled else None

@@ -9,7 +9,7 @@ from typing import Any
 from prl.config.auto_card import FREE, adapters_alone
 from prl.config.cards import facts_of, not_built, text_config
 from prl.config.errors import UserError
-from prl.config.families import FAMILIES
+from prl.config.families import FAMILIES, UNREAD
 from prl.config.foreign import is_bidirectional, sees_later_tokens
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
@@ -62,8 +62,10 @@ def check_card(path: Path, card: ModelCard) -> None:
         ) from error
     if not card.is_native:  # of a family of transformers' only what all families call the same
         says = {key: says[key] for key in (*OF_ALL, "tie_word_embeddings") if key in says}
+        if odd := {key: value for key, value in not_built(config).items() if key in UNREAD}:
+            raise _has_other_parts(odd, str(text_config(config)["model_type"]), path / "config.json")
     elif odd := not_built(config):
-        raise _has_other_parts(odd, card, path / "config.json")
+        raise _has_other_parts(odd, card.family, path / "config.json")
     ours = {key: getattr(card, key) for key in says} | {"rope_scaling": card.pinned_scaling}
     wrong = [key for key, value in says.items() if key not in FREE and ours[key] != value]
     if wrong:
@@ -77,9 +79,10 @@ def check_card(path: Path, card: ModelCard) -> None:
         )
 
 
-def _has_other_parts(odd: dict[str, Any], card: ModelCard, file: Path) -> UserError:
+def _has_other_parts(odd: dict[str, Any], family: str, file: Path) -> UserError:
     """odd: keys of config.json, and what they say."""
-    is_for_none = FAMILIES[card.family].is_ours_alone or odd.get("rope_type") == "dynamic"  # see `foreign.switches`
+    unread = [key for key in odd if key in UNREAD]
+    is_for_none = FAMILIES[family].is_ours_alone or odd.get("rope_type") == "dynamic" or unread  # `foreign.switches`
     fix = "another checkpoint" if is_for_none else FOREIGN
     if "rope_type" in odd:
         fix += ", or remove it from config.json (rope_type=default) if sequences are never longer than "
@@ -88,7 +91,8 @@ def _has_other_parts(odd: dict[str, Any], card: ModelCard, file: Path) -> UserEr
         "the checkpoint has what the layers of its family have not here: "
         + ", ".join(f"{key}={value}" for key, value in odd.items()),
         where=str(file),
-        why=f"prl/models builds {card.family} without it",
+        why=f"prl/models builds {family} without it"
+        + f", and transformers does so, too, without a look at {', '.join(unread)}" * bool(unread),
         fix=fix,
     )
 

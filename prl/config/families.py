@@ -93,6 +93,9 @@ class Family:
 SILU = {"hidden_act": ("silu",)}
 NO_WINDOW = {"use_sliding_window": (False, None)}
 NO_LIMIT = ([0.0, float("inf")], (0.0, float("inf")), [0.0, {"__float__": "Infinity"}])  # as JSON has it, or not
+# keys of routers that files of several families have, and that transformers passes over: its layers are built for the
+# values below, whatever config.json says
+UNREAD = ("scoring_func", "topk_method", "qk_norm_type", "use_qk_norm")
 SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 NO_SPARSE = "its sparse attention is for GPUs"
 DEEPSEEK_SILENT: Mapping[str, Any] = {

@@ -19,6 +19,7 @@ from prl.config.keys import as_override, field_of, is_group, schema_keys
 from prl.config.locate import config_groups
 from prl.config.overrides import all_keys, unknown_key
 from prl.config.rules import violations
+from prl.config.rules.memory import ATTENTION, attention_linears
 from prl.config.schema import Group, RunConfig, WarmStartConfig
 from prl.config.schema_fields import WORDS_OF_PATTERN
 
@@ -57,7 +58,7 @@ def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
         raise ConfigError(_explain_all(error, str(plain.get("job")))) from error
     if config.job == "eval" and config.eval.run is not None:
         config = take_model(config)
-    config = settle_warm_start(config)
+    config = settle_adapters(settle_warm_start(config))
     found = violations(config)
     if found:
         raise ConfigError(found)
@@ -72,6 +73,19 @@ def settle_warm_start(config: RunConfig) -> RunConfig:
     if any(said_by_user(config, key) for key in keys):
         return config
     return config.model_copy(update={"warm_start": None})
+
+
+def settle_adapters(config: RunConfig) -> RunConfig:
+    """The target "attention" in the words of the model's family."""
+    memory = config.memory_recipe
+    if not memory.lora.rank or ATTENTION not in memory.lora.targets:
+        return config
+    said = memory.lora.targets
+    names = dict.fromkeys(
+        name for one in said for name in (attention_linears(config.model.card) if one == ATTENTION else (one,))
+    )
+    lora = memory.lora.model_copy(update={"targets": tuple(names)})
+    return config.model_copy(update={"memory_recipe": memory.model_copy(update={"lora": lora})})
 
 
 def unresolved(error: OmegaConfBaseException) -> UserError:

@@ -123,11 +123,13 @@ class ActivationOffloading(Group):
 
 
 class LoraConfig(Group):
-    """Low-rank adapters (arXiv:2106.09685). Targets are module names; "experts" means the stacked expert matrices."""
+    """Low-rank adapters (arXiv:2106.09685). Targets are module names; "experts" means the stacked expert matrices,
+    "attention" all linears around attention, whatever the family calls them.
+    """
 
     rank: NonNegative = 0  # 0: full-parameter training
     alpha: PositiveFloat = 16.0
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    targets: tuple[str, ...] = ("attention",)
     export_merged: bool = True  # beside the adapter, the whole model with the adapter added in
 
 

@@ -149,4 +149,4 @@ def violations(config: RunConfig) -> list[UserError]:
         found += [violation for rule in SFT_RULES for violation in rule(config, world)]
     if config.bench is not None:
         found += [violation for rule in BENCH_RULES for violation in rule(config, world)]
-    return found + list(not_available(config, world))
+    return checkpoint.without_contradictions(found, config) + list(not_available(config, world))

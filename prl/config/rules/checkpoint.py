@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prl.config.cards import card_to_hf_config, text_config
-from prl.config.config_json import card_of_impl, check_card, read_config_json
+from prl.config.auto_card import FREE
+from prl.config.cards import card_to_hf_config, facts_of, text_config
+from prl.config.config_json import OF_ALL, card_of_impl, check_card, read_config_json
 from prl.config.errors import UserError
 from prl.config.foreign import is_transformers_code, names_no_model, not_trainable
 from prl.config.hub import cached_snapshot
+from prl.config.keys import as_override
 from prl.config.schema import RunConfig
 from prl.config.schema_jobs import WHOLE_RUNS
 from prl.config.world import World
@@ -47,6 +49,38 @@ def checkpoint_fits_the_card(config: RunConfig, world: World) -> Iterator[UserEr
         check_card(directory, config.model.card if ours else card_of_impl(config.model))
     except UserError as error:
         yield error
+
+
+def without_contradictions(found: list[UserError], config: RunConfig) -> list[UserError]:
+    """The same errors without those remedies that would say of the checkpoint what its config.json denies."""
+    directory = checkpoint_at_hand(config)
+    if directory is None or not any("model.card." in error.fix for error in found):
+        return found
+    try:
+        facts = facts_of(read_config_json(directory))
+    except (UserError, ValueError, TypeError, KeyError):  # told by `checkpoint_fits_the_card`
+        return found
+    bound = {key: as_override(value) for key, value in facts.items() if key not in FREE}
+    if not card_of_impl(config.model).is_native and config.choices.get("model") != "auto":
+        bound = {key: value for key, value in bound.items() if key in OF_ALL}
+    return [_of_this_checkpoint(error, bound, directory / "config.json") for error in found]
+
+
+def _of_this_checkpoint(error: UserError, bound: Mapping[str, str], file: Path) -> UserError:
+    def denies(word: str) -> bool:
+        key, _, value = word.removeprefix("model.card.").partition("=")
+        return word.startswith("model.card.") and bound.get(key, value) != value
+
+    kept = [words for words in error.remedies if not any(map(denies, words))]
+    if len(kept) == len(error.remedies):
+        return error
+    others = [" ".join(words) for words in kept]
+    return UserError(
+        error.what,
+        where=f"{error.where}; {file}",
+        why=error.why,
+        fix=", or ".join([*others, "another checkpoint: model.path=/path/to/it"]),
+    )
 
 
 def transformers_layers_can_be_trained(config: RunConfig, world: World) -> Iterator[UserError]:

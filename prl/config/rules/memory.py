@@ -67,6 +67,7 @@ ac_keys_take_effect = each_of(
 )
 
 
+ATTENTION = "attention"  # of `lora.targets`: those of the family
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_LINEARS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 STATE_LINEARS = ("in_proj",)  # PEFT takes no adapters of out_proj, whose weight fused kernels read by themselves
@@ -100,10 +101,13 @@ def _linears(card: ModelCard) -> tuple[str, ...]:
     """Around attention, states and latents of experts."""
     states = STATE_LINEARS if card.state_layers else ()
     latents = LATENT_EXPERT_LINEARS if card.moe_latent_size else ()
-    return (*(_attention_linears(card) if card.attention_layers else ()), *states, *latents)
+    return (*attention_linears(card), *states, *latents)
 
 
-def _attention_linears(card: ModelCard) -> tuple[str, ...]:
+def attention_linears(card: ModelCard) -> tuple[str, ...]:
+    """Of families of transformers' own those that most have."""
+    if not card.attention_layers:
+        return ()
     if not card.kv_lora_rank:
         return ATTENTION_LINEARS
     return (*(("q_a_proj", "q_b_proj") if card.q_lora_rank else ("q_proj",)), *LATENT_LINEARS)

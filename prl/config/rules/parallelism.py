@@ -194,12 +194,12 @@ def ulysses_divides_heads(config: RunConfig, world: World) -> Iterator[UserError
     cp, card = config.parallelism.cp, config.model.card
     if cp > 1 and world.cp_style == "ulysses" and card.num_attention_heads % cp:
         rows = "" if config.seq_len % (2 * cp) == 0 else f" seq_len={-(-config.seq_len // (2 * cp)) * 2 * cp}"
-        ring = f" or parallelism.cp_style=ring{rows}" if "ring" in card.cp_styles else ""
+        others = "".join(f" or parallelism.cp_style={style}{rows}" for style in card.cp_styles if style != "ulysses")
         yield UserError(
             f"Ulysses cannot give {card.num_attention_heads} attention heads to {cp} ranks evenly.",
             where=f"parallelism.cp={cp}, model.card.num_attention_heads={card.num_attention_heads}",
             why="Ulysses exchanges sequence for heads, so cp must divide the number of attention heads",
-            fix=f"parallelism.cp={next_divisor(cp, card.num_attention_heads)}{ring}",
+            fix=f"parallelism.cp={next_divisor(cp, card.num_attention_heads)}{others}",
         )
 
 
@@ -248,7 +248,8 @@ def cp_divides_rows(config: RunConfig, world: World) -> Iterator[UserError]:
         yield UserError(
             f"A packed row of {config.seq_len} tokens cannot be split over {cp} ranks.",
             where=f"seq_len={config.seq_len}, parallelism.cp={cp}",
-            why="each rank takes two equal chunks of a row, to balance a causal ring: seq_len % (2 * cp) must be 0",
+            why="each rank takes two equal chunks of a row, an early one and a late one, so that all attend to as many "
+            "tokens: seq_len % (2 * cp) must be 0",
             fix=f"seq_len={-(-config.seq_len // (2 * cp)) * 2 * cp}",
         )
 

@@ -108,7 +108,19 @@ def open_tensors(path: Path) -> Iterator[dict[str, Any]]:
         single = path / SINGLE
         if single.is_file() and single not in weight_files(path):
             _check_single(single, stored)
+        if how is None and (odd := next((name for name, part in stored.items() if _is_scaled(part)), None)):
+            raise UserError(
+                f"the checkpoint cannot be loaded: {odd} is stored as {stored[odd].get_dtype()}, and config.json does "
+                "not say how it is scaled",
+                where=str(path / "config.json"),
+                why="numbers of 8 bits stand for weights beside their scales, of which quantization_config tells",
+                fix="the config.json that the checkpoint came with; or another checkpoint",
+            )
         yield dict(as_model_tensors(stored, how))
+
+
+def _is_scaled(tensor: Any) -> bool:
+    return tensor.get_dtype().startswith("F8_") and 0 not in tensor.get_shape()
 
 
 def _check_single(file: Path, stored: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ from prl.models.names.region import Region, cut
 from prl.models.names.transformers import checkpoint_regions
 
 ATTENTION = "prl_packed"
+TABLE_OF_POSITIONS = re.compile(r"\b(wpe|embed_positions|position_embeddings?|pos_encoding)(\.weights?)?$")
 ASIDE = ("position_ids",)  # tensors that a model hands to its attention, and that change nothing there
 
 
@@ -193,6 +194,7 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
     check_sinks(lm, path)
     check_empty(lm, path)
     check_calls(lm, path)
+    check_positions(lm, card, path)
     return HFCausalLM(lm, card.model_copy(update={"family": "other"}))
 
 
@@ -290,6 +292,23 @@ def check_empty(lm: PreTrainedModel, path: Path | None) -> None:
             where=str(path),
             why="what is sharded cannot be empty",
             fix="model.impl=custom" if lm.config.model_type in FAMILIES else "another model",
+        )
+
+
+def check_positions(lm: PreTrainedModel, card: ModelCard, path: Path | None) -> None:
+    """Tables with a row for each position, learned (gpt2, opt) or not (codegen): a document cannot be longer."""
+    tensors = [*lm.named_parameters(), *lm.named_buffers()]
+    tables = {name: len(tensor) for name, tensor in tensors if TABLE_OF_POSITIONS.search(name)}
+    if not tables:
+        return
+    name, rows = min(tables.items(), key=lambda one: one[1])
+    rows = min(rows, getattr(lm.config, "max_position_embeddings", rows))  # some have rows besides
+    if rows < card.max_position_embeddings:
+        raise UserError(
+            f"{lm.config.model_type} knows {rows} positions, fewer than {card.max_position_embeddings}.",
+            where=f"model.card.max_position_embeddings={card.max_position_embeddings}, {path}",
+            why=f"each position is a row of {name}, and documents may be as long as the context",
+            fix=f"model.card.max_position_embeddings={rows}",
         )
 
 

@@ -5,6 +5,7 @@ rows.
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from prl.envs.protocol import Split
 from prl.models.text.chat import ChatRenderer, Message, mask_by_role
 from prl.transport.batch import MicroBatch
 from prl.transport.packing import Document, build_micro_batch
+
+log = logging.getLogger("prl.trainer")
 
 
 def load_conversations(data: SftDataConfig, split: Split) -> list[list[Message]]:
@@ -122,7 +125,7 @@ class SftData:
     seq_len: int
     seed: int
     shuffle: bool
-    dropped: int  # documents longer than seq_len, left out
+    dropped: int  # documents longer than seq_len or the model's context, left out
 
     def rows(self, skip: int = 0) -> Iterator[MicroBatch]:
         """Endless packed rows, epoch after epoch, each epoch in an order of its own; `skip` rows were used before."""
@@ -155,9 +158,19 @@ class SftData:
         yield row
 
 
-def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed: int) -> SftData:
-    """Tokenise and mask a split. Raises UserError when nothing is left to train on."""
+def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed: int, context: int) -> SftData:
+    """Tokenise and mask a split.
+
+    Args:
+        context: tokens that the model knows positions of: longer documents are left out, and so are those that no row
+            of config.seq_len holds.
+
+    Raises:
+        UserError: when nothing is left to train on.
+    """
     documents, dropped = [], 0
+    limit = min(config.seq_len, context)
+    bound = f"seq_len={limit}" if limit == config.seq_len else f"the model's context, {limit}"
     for messages in load_conversations(config.data, split):
         try:
             sequences = mask_by_role(renderer, messages, config.data.loss_roles)
@@ -167,15 +180,22 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
                 fix="another chat template (model.tokenizer), or single-turn data",
             ) from error  # fmt: skip
         for sequence in sequences:
-            if len(sequence.input_ids) > config.seq_len:
+            if len(sequence.input_ids) > limit:
                 dropped += 1
                 continue
             zeros = [0.0] * len(sequence.input_ids)
             documents.append(Document(sequence.input_ids, sequence.loss_mask, zeros, zeros, [-1] * len(zeros)))
     if not documents:
         raise UserError(
-            f"no example of the {split} split is left to train on ({dropped} are longer than seq_len={config.seq_len})",
+            f"no example of the {split} split is left to train on ({dropped} are longer than {bound})",
             where=f"sft.data.source={config.data.source}",
-            fix="raise seq_len, or check sft.data.loss_roles",
+            fix=(
+                "raise seq_len"
+                if limit == config.seq_len
+                else f"model.card.max_position_embeddings={config.seq_len}, if the model can"
+            )
+            + ", or check sft.data.loss_roles",
         )
+    if dropped:
+        log.warning("%d documents of the %s split are left out: they are longer than %s", dropped, split, bound)
     return SftData(documents, config.seq_len, seed, config.data.shuffle and split == "train", dropped)

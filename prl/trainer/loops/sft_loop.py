@@ -50,8 +50,10 @@ class SftTrainer:
         tokenizer = load_tokenizer(self.config.model, self.model_path)
         check_template(tokenizer, self.config.model, self.model_path)
         renderer = ChatRenderer(tokenizer)
-        self.data = load_sft_data(self.sft, "train", renderer, self.config.seed)
-        self.val_rows = load_sft_data(self.sft, "held_out", renderer, self.config.seed).one_epoch()[: self.sft.val_rows]
+        load = partial(load_sft_data, self.sft, renderer=renderer, seed=self.config.seed,
+                       context=self.config.model.card.max_position_embeddings)  # fmt: skip
+        self.data = load("train")
+        self.val_rows = load("held_out").one_epoch()[: self.sft.val_rows]
         self.policy = Policy(self.config, self.sft.optim, self.sft.max_steps, self.model_path, world)
         committer = Committer(
             ctx.run_dir, self.config.ckpt.keep, parts_of("sft"), self.config.deployment.hang_timeout_s
