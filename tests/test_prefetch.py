@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 from weight_updates import published
 
+from prl.inference.vllm import prefetching
+from prl.inference.vllm.prefetching import Prefetcher
 from prl.transport import prefetch as near
 from prl.transport.prefetch import Prefetched, prefetch
 from prl.transport.shelves import Keeper
@@ -146,3 +150,31 @@ def test_engines_take_from_memory_of_processes_only(held: Prefetched) -> None:
     for wrong in ({"path": "/etc/passwd"}, {"path": "/proc/1/mem"}, {"path": "/proc/1/fd/3/../../mem"}, {"more": ""}):
         with pytest.raises(ValueError, match="near"):
             source.check(held.update_info | {"near": held.said | wrong})
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_nobody_waits_for_any_more_leaves_nothing(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that ends while a version is on its way: the server keeps no copy of it."""
+    info, before = published(TcpPublisher("127.0.0.1", 10.0), 3, NAMED), open_files()
+    source = WeightSource("tcp", "", "", ("127.0.0.1",), 10.0)
+    prefetcher, on_its_way, goes_on = Prefetcher(source), threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Prefetched:
+        on_its_way.set()
+        assert goes_on.wait(20)
+        return prefetch(*args)
+
+    monkeypatch.setattr(prefetching, "prefetch", slow)
+
+    async def fetch() -> None:
+        task = asyncio.create_task(prefetcher.fetch({"update_info": info}))
+        assert await asyncio.to_thread(on_its_way.wait, 20)
+        if ended:
+            prefetcher.forget()
+        goes_on.set()
+        await task
+
+    asyncio.run(fetch())
+    assert (prefetcher.held is None) == ended
+    prefetcher.release()
+    assert none_is_left(before)

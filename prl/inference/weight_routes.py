@@ -34,6 +34,7 @@ class WeightUpdate:
     staged: list[NamedTensors] | None = None
     verify_checksum: bool = True  # of all updates
     near: tuple[dict[str, Any], NamedTensors] | None = None  # what was prefetched, and its update_info
+    asked: int = 0  # what is on its way for an earlier number is not wanted any more
 
     def fetch(self, info: dict[str, Any]) -> NamedTensors:
         """Raises as `receive` does."""
@@ -43,8 +44,9 @@ class WeightUpdate:
         return list(receive(info, self.verify_checksum))
 
     def forget(self) -> None:
-        """What came near for an update that does not come."""
+        """What came near for an update that does not come, or is still on its way."""
         self.near = None
+        self.asked += 1
 
     def get(self, route: str) -> list[NamedTensors]:
         if self.staged is None:
@@ -76,9 +78,12 @@ def add_weight_routes(
         if info["type"] not in PREFETCHED:
             raise ValueError(f"weights that come by {info['type']} cannot be fetched ahead")
         if update.near is None or update.near[0] != info:
-            update.near = None
+            update.forget()
+            asked = update.asked
             with _fetching():
-                update.near = info, await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum)))
+                found = await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum)))
+            if asked == update.asked:
+                update.near = info, found
         return web.json_response({"message": "Weights fetched"})
 
     async def receive_weights(http: web.Request) -> web.Response:

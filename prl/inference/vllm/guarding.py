@@ -56,7 +56,7 @@ class Guard:
         self.app, self.doors, self.source, self.has_weights = app, doors, source, has_weights
         self.lease, self.prefetcher = lease, Prefetcher(source)
         if lease is not None:
-            lease.at_end.append(self.prefetcher.release)
+            lease.at_end.append(self.prefetcher.forget)
         self.vocab = config.model.card.vocab_size
         self.logprobs = max(MAX_N, logprobs_of_kept(config))  # vLLM has a bound of its own, not to be undercut
         self.body_limit = body_limit(config.inference.max_model_len)

@@ -19,12 +19,13 @@ UPDATE, FINISH = "/update_weights", "/finish_weight_update"
 
 
 class Prefetcher:
-    """Of one server. It holds one version: until that is loaded, or the next one comes."""
+    """Of one server. It holds one version: until that is loaded, another is asked for, or nobody has it."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.held: Prefetched | None = None
         self.lock = threading.Lock()
+        self.asked = 0  # what is on its way for an earlier number is not wanted any more
 
     async def fetch(self, body: Any) -> None:
         """Raises ValueError for a body that is none, and for weights that cannot be fetched."""
@@ -41,25 +42,33 @@ class Prefetcher:
         held = self.held
         if held is not None and held.update_info == given:
             return
-        self.release()
+        self.forget()
         try:
-            await asyncio.to_thread(self._fetch, info, given, verify)
+            await asyncio.to_thread(self._fetch, info, given, verify, self.asked)
         except (OSError, MemoryError, KeyError, TypeError) as error:
             raise ValueError(f"the weights cannot be fetched: {type(error).__name__}: {error}") from error
 
-    def _fetch(self, info: dict[str, Any], given: dict[str, Any], verify: bool) -> None:
+    def _fetch(self, info: dict[str, Any], given: dict[str, Any], verify: bool, asked: int) -> None:
         found = prefetch(info, verify)
         found.update_info = given  # as it will be asked for
-        self._hold(found)  # here, so that nothing is lost when nobody waits for it any more
-
-    def _hold(self, found: Prefetched | None) -> None:
-        with self.lock:
-            held, self.held = self.held, found
-            if held is not None:
-                held.close()
+        with self.lock:  # here, so that nothing is lost when nobody waits for it any more
+            if asked == self.asked:
+                self.held, found = found, self.held
+        if found is not None:
+            found.close()
 
     def release(self) -> None:
-        self._hold(None)
+        """What is held was loaded."""
+        with self.lock:
+            held, self.held = self.held, None
+        if held is not None:
+            held.close()
+
+    def forget(self) -> None:
+        """Also what is still on its way."""
+        with self.lock:
+            self.asked += 1
+        self.release()
 
     def amend(self, body: bytes) -> bytes:
         """What vLLM is given for the body of /update_weights."""
