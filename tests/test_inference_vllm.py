@@ -100,10 +100,11 @@ def test_the_root_cause_is_the_first_error_that_the_engine_has_logged() -> None:
         ("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "gpu_memory_utilization"),
         ("Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired", "gpu_memory_utilization"),
         ("(2.1 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB)", "max_model_len"),
+        ("Following weights were not initialized from checkpoint: {'model.layers.2.x'}", "the vLLM that is installed"),
         ("unrecognized arguments: --no-such", "keys of inference that become arguments"),
     ],
 )
-def test_too_little_memory_is_no_wrong_argument(said: str, where: str) -> None:
+def test_refusals_are_told_by_their_cause(said: str, where: str) -> None:
     error = refused(said)
     assert where in error.where
     assert said in error.what

@@ -21,6 +21,7 @@ RAISED = re.compile(
 MEMORY = re.compile(
     "No available memory for the cache blocks|Free memory on device|cache is needed, which is larger than the available"
 )
+OTHER_WEIGHTS = "weights were not initialized from checkpoint"
 REFUSALS = ("ValueError", "NotImplementedError")  # how vLLM refuses arguments, and too little memory for the cache
 
 
@@ -63,6 +64,14 @@ def refused(reason: object) -> UserError:
             "others may share",
             fix="inference.vllm.gpu_memory_utilization=0.95, a smaller inference.max_model_len or "
             "inference.max_num_seqs, a larger inference.tp; or a device that nobody else uses",
+        )
+    if OTHER_WEIGHTS in str(reason):  # the checkpoint was held against its card before
+        return UserError(
+            f"this vLLM's model has weights that the checkpoint has not: {reason}",
+            where="model.path, and the vLLM that is installed",
+            why="it builds the family otherwise; layers that share a choice of keys (GLM-5.2), for instance, 0.23 does "
+            "not know yet, and 0.32 does",
+            fix="another version of vLLM, or inference=torch",
         )
     return UserError(
         f"vLLM refuses its arguments: {reason}",
