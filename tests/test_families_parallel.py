@@ -53,7 +53,11 @@ GATHERED = {case: job for case, job in LATENT.items() if not case.startswith("cp
 }
 STATE_LORA = ["memory=lora", "memory_recipe.lora.targets=[in_proj,q_proj,up_proj,experts]",
               "memory_recipe.lora.alpha=32"]  # fmt: skip
-STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {"lora": ("ep2_cp2", [*STATE_LORA, *FOUR])}
+SCAN = ["memory=selective", "memory_recipe.ac.targets=[norm,attn_proj,scan]"]
+STATES = {case: job for case, job in SPARSE.items() if case != "cp2_ring"} | {
+    "ep2_cp2": ("ep2_cp2", [*SCAN, *FOUR]),
+    "lora": ("ep2_cp2", [*STATE_LORA, *FOUR]),
+}
 
 
 SAME_LAYERS = {"glm4_moe_lite": LATENT, "deepseek_v32": GATHERED}  # as deepseek_v3 and glm_moe_dsa: not compiled anew

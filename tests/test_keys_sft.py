@@ -50,6 +50,7 @@ def test_a_step_takes_batch_size_rows(trained):
     for count in (1, 3):
         _, found, _ = trained(f"sft.batch_size={count}", "max_steps=1", name=f"run{count}")
         assert found[0]["padded_tokens"] == 64 * count
+        assert found[0]["documents_left_out"] == 0
         assert 64 * count * 0.5 < found[0]["tokens"] <= 64 * count
 
 

@@ -142,14 +142,24 @@ def test_each_target_drops_its_part(mode, dropped):
     assert (none - some) / (2 * N) >= dropped
 
 
-def test_state_space_layers_drop_what_scan_and_gate_read():
-    """x, B and C before the convolution and after it, and the gate; and gradients stay the same to the bit."""
+INNER, CHANNELS = 8 * 8, 8 * 8 + 2 * 4 * 16  # of the state-space layers below
+
+
+@pytest.mark.parametrize(
+    ("targets", "dropped"),
+    [
+        (("attn_proj",), INNER + 2 * CHANNELS),  # x, B and C before the convolution and after it, and the gate
+        (("scan",), 2 * INNER + CHANNELS),  # what comes out of the scan and of the norm, and what the scan reads
+        (("attn_proj", "scan"), 3 * INNER + 2 * CHANNELS),
+    ],
+)
+def test_state_space_layers_drop_what_is_said(targets, dropped):
+    """And gradients stay the same to the bit."""
     card = family_card("nemotron_h without experts", hybrid_override_pattern="MM", num_hidden_layers=2)
     attend, models = attend_documents(card, DOCS, torch.device("cpu")), [random_model(card, std=0.1) for _ in range(2)]
-    apply_checkpointing(models[1], MODES["attn_proj"])
+    apply_checkpointing(models[1], ActivationCheckpointing(mode="selective", targets=targets))
     none, some = (Saved(model, attend).floats for model in models)
-    inner, channels = 8 * 8, 8 * 8 + 2 * 4 * 16
-    assert (none - some) / (2 * N) >= inner + 2 * channels
+    assert (none - some) / (2 * N) >= dropped
     assert_same_bits(*(gradients(model, attend) for model in models))
 
 

@@ -21,6 +21,7 @@ HYBRID = (
 OWN_EXPERTS = ("moe_latent_size", "moe_shared_expert_intermediate_size")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GATED_DENSE, GATED_EXPERTS = ("norm", "act", "attn_proj", "mlp"), ("norm", "act", "attn_proj", "moe")
+HYBRID_EXPERTS = (*GATED_EXPERTS, "scan")
 
 OPTIONAL = (
     *DEEPSEEK_ROUTER,
@@ -327,7 +328,7 @@ FAMILIES: Mapping[str, Family] = {
         corrected=True,
         gated=False,
         cp_styles=("ulysses",),
-        ac_targets=GATED_EXPERTS,
+        ac_targets=HYBRID_EXPERTS,
         vllm_off_cpus="its experts without gates and its prefills in pieces, which states want, are for GPUs",
     ),
 }

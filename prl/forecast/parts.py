@@ -172,9 +172,10 @@ def state_parts(s: Setting) -> Iterator[Part]:
     numbers = n * inner * card.ssm_state_size
     scan = tuple(Cost({f"scan_{way}": s.hardware.seconds(f"scan_{way}", numbers)}) for way in ("forward", "backward"))
     yield Part("scan", "scan", *join((scan[0], scan[1]), heads_exchanged(s, channels + inner)), kept=inner * BF16)
-    out = join(s.elementwise(3 * inner), s.matmul(n, inner, hidden), s.elementwise(3 * hidden))
-    weights = ((hidden, inner), (inner,), *((card.mamba_num_heads,) for _ in range(3)))
-    yield Part("out", "out", *out, kept=inner * BF16, weights=weights)
+    weights = ((inner,), *((card.mamba_num_heads,) for _ in range(3)))
+    yield Part("gate", "scan", *s.elementwise(3 * inner), kept=inner * BF16, weights=weights)
+    out = join(s.matmul(n, inner, hidden), s.elementwise(3 * hidden))
+    yield Part("out", "out", *out, weights=((hidden, inner),))
 
 
 def heads_exchanged(s: Setting, numbers: float) -> Both:

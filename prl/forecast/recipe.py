@@ -51,6 +51,8 @@ def is_dropped(setting: Setting, part: Part, targets: tuple[str, ...]) -> bool:
     blocks = part.block.split()
     if "attn_proj" in blocks and "attn_proj" in targets:
         return True
+    if "scan" in blocks and "scan" in targets:
+        return True
     if {"mlp", "moe"} & set(targets) and {"mlp", "moe"} & set(blocks):
         return True
     if part.name == "norm" and "norm" in targets:  # compiled, it is inside what the compiler decides on

@@ -132,6 +132,7 @@ class SftTrainer:
             "loss_tokens": targets,
             "tokens": tokens,
             "padded_tokens": self.sft.seq_len * len(rows),
+            "documents_left_out": self.data.dropped,
             "tokens_per_s": tokens / busy_s,
             "mfu": mfu,
             "mfu_formula": formula,

@@ -44,6 +44,8 @@ def apply_checkpointing(model: Decoder, ac: ActivationCheckpointing, compiled: b
         attn_proj  q, k, v and all on the way to them, normed input included: repeats norm, projections, rotation; in
                    state-space layers what the convolution and the gate are made from, and what the scan reads:
                    repeats the convolution, too
+        scan       of state-space layers what the scan gives and what the gated norm makes of it: repeats both, the
+                   convolution and under context parallelism the exchange of heads included
         mlp, moe   everything inside the MLP block: repeats it, for experts routing and token exchange included
 
     compiled: whether the layers' parts are compiled. Inside these the compiler decides what is kept of norms and
@@ -68,6 +70,10 @@ def _apply_targets(layer: DecoderLayer, targets: frozenset[str], compiled: bool)
         elif "norm" in targets and not compiled:
             norm = layer.input_layernorm
             _override(norm, "forward", recomputed(norm.forward, outputs=True))
+        if isinstance(layer, StateSpaceLayer) and "scan" in targets:
+            _override(layer.mamba, "along", recomputed(layer.mamba.along, outputs=True))
+            if not compiled:
+                _override(layer.mamba.norm, "forward", recomputed(layer.mamba.norm.forward, outputs=True))
     if layer.has_mlp:
         _apply_mlp_targets(layer, targets, compiled)
     _override(layer, "forward", in_scope(layer.forward))
