@@ -120,6 +120,7 @@ def parallel(model_path, tmp_path_factory):
         jobs[layout, "lora"] = make_job(model_path, layout, *LORA, *LAYOUTS[layout])
     jobs |= {("nodes", name): make_job(model_path, layout, *more) for name, (layout, more) in NODES.items()}
     jobs["ep2", "bfloat16"] = make_job(model_path, "ep2", "model.dtype=bfloat16")
+    jobs["ep2_cp2", "slow"] = make_job(model_path, "ep2_cp2", *LAYOUTS["ep2_cp2"], slow=True)
     return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
 
 
@@ -190,6 +191,12 @@ def assert_equal(got, plain):
     assert got["weights"].keys() == plain["weights"].keys()
     for name, weight in got["weights"].items():
         torch.testing.assert_close(weight, plain["weights"][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_ranks_that_share_rows_are_busy_as_one(parallel):
+    """One of four is slow, and its neighbour waits for it: of two data ranks one computes and the other hardly does."""
+    assert 1.3 < parallel["ep2_cp2", "slow"]["figures"]["busy_imbalance"] <= 2
+    assert 1 <= parallel["ep2_cp2", "none"]["figures"]["busy_imbalance"] <= 2
 
 
 def test_experts_in_bfloat16(plain, parallel):

@@ -20,14 +20,15 @@ Moment = float | torch.cuda.Event
 
 class BusyClock:
     """Times the forward passes of a sharded `model`'s layers where they exchange nothing: whole layers, or under expert
-    parallelism attention, router and experts. With context parallelism the exchanges are inside attention: it tells
-    nothing then, nor of one rank, nor of models of transformers.
+    parallelism attention, router and experts. With context parallelism attention exchanges inside, with those who share
+    the row: they are one data rank, as busy as the busiest of them. It tells nothing of one data rank alone, nor of
+    models of transformers.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
         self.laps: list[list[tuple[Moment, Moment]]] = []  # of each micro-batch, what was computed from when to when
-        self.tells = world.size > 1 and world.cp == 1 and isinstance(model, Decoder)
+        self.tells = world.data_ranks > 1 and isinstance(model, Decoder)
         if self.tells and isinstance(model, Decoder):
             for layer in model.layers:
                 assert isinstance(layer, DecoderLayer)
@@ -59,15 +60,18 @@ class BusyClock:
 
     def step(self) -> dict[str, float]:
         """After an optimizer step, with which the device is done: what the laps since the last one took, each its
-        busiest rank's seconds, over what they would with all ranks equally busy; 1 is even. A collective of the world.
+        busiest data rank's seconds, over what they would with all equally busy; 1 is even. A collective of the world.
         """
         if not self.laps:
             return {}
         table = torch.zeros(self.world.size, len(self.laps), dtype=torch.float64)
+        owners = torch.zeros(self.world.size, 1, dtype=torch.float64)
+        owners[self.world.rank] = self.world.data_rank
         for lap, timings in enumerate(self.laps):
             table[self.world.rank, lap] = sum(seconds(*timing) for timing in timings)
         self.laps = []
-        return {"busy_imbalance": unevenness(sum_over_world(table))}
+        table = sum_over_world(torch.cat((table, owners), 1))
+        return {"busy_imbalance": unevenness(of_data_ranks(table[:, :-1], table[:, -1].long()))}
 
 
 def pieces(layer: DecoderLayer, exchanges: bool) -> list[tuple[nn.Module, str]]:
@@ -89,7 +93,13 @@ def seconds(start: Moment, end: Moment) -> float:
     return end - start
 
 
+def of_data_ranks(table: Tensor, owners: Tensor) -> Tensor:
+    """table [ranks, laps] of seconds, owners [ranks]: the data rank of each -> [data ranks, laps], of its busiest."""
+    busiest = table.new_zeros(int(owners.max()) + 1, table.shape[1])
+    return busiest.scatter_reduce_(0, owners[:, None].expand_as(table), table, "amax")
+
+
 def unevenness(table: Tensor) -> float:
-    """table [ranks, laps] of seconds."""
+    """table [data ranks, laps] of seconds."""
     total = float(table.sum())
     return float(table.amax(0).sum()) * len(table) / total if total else 1.0
