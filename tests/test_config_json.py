@@ -186,7 +186,7 @@ def test_what_is_no_number_or_no_whole_one_is_told_by_its_key(family, changes, t
     if card is not None:
         with pytest.raises(UserError) as caught:  # of a card that is not made from it
             check_card(tmp_path, card)
-        assert told in caught.value.what
+        assert told in caught.value.why
         assert caught.value.where == str(tmp_path / "config.json")
 
 
@@ -336,3 +336,67 @@ def test_adapters_are_around_attention_whatever_the_family_calls_it(model, targe
     assert compose([f"model={model}", "memory=lora"]).memory_recipe.lora.targets == targets
     both = compose([f"model={model}", "memory=lora", "memory_recipe.lora.targets=[up_proj,attention,o_proj]"])
     assert both.memory_recipe.lora.targets == ("up_proj", *targets)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("llama", {"num_attention_heads": -4}, "num_attention_heads"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers"),
+        ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ("llama", {"max_position_embeddings": 0}, "max_position_embeddings"),
+        ("qwen3", {"rope_theta": 0}, "rope_theta"),
+        ("deepseek_v3", {"n_group": 0}, "n_group"),
+        ("nemotron_h", {"mamba_num_heads": -8}, "mamba_num_heads"),
+        ("deepseek_v32", {"index_topk": -1}, "index_topk"),
+        ("llama", {"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+        ("llama", {"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 32.0}}, "beta_fast"),
+        ("llama", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast"),
+        ("llama", {"rope_scaling": LLAMA3}, "low_freq_factor"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "low_freq_factor"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "foo", "sparse"]}, "foo"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ],
+)
+@pytest.mark.parametrize("impl", ["custom", "hf"])
+def test_what_no_model_can_have_is_for_the_file_to_correct(family, changes, told, impl, tmp_path):
+    """No override would help: the next message would say that the checkpoint has something else."""
+    (problem,) = problems(written(tmp_path, family, **changes), f"model.impl={impl}", job="sft")
+    assert problem.what == "config.json of the checkpoint says what cannot be."
+    assert told in problem.why
+    assert problem.where == str(tmp_path / "config.json")
+    assert problem.fix.startswith("correct config.json")
+    with pytest.raises(UserError) as caught:  # of a card that is not made from it
+        check_card(tmp_path, family_card(family))
+    assert str(caught.value) == str(problem)
+
+
+def test_only_what_is_the_same_without_scaling_may_be_removed(tmp_path):
+    """Longrope divides frequencies of short documents, too."""
+    for kind, may in (("dynamic", True), ("longrope", False), ("mrope", False)):
+        rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+        (problem,) = problems(written(tmp_path, "llama", rope_scaling=rope), job="sft")
+        assert ("remove it" in problem.fix) == may, problem.fix
+
+
+def test_layers_of_kinds_that_a_family_has_not_are_told(tmp_path):
+    (problem,) = problems(written(tmp_path, "qwen3", layer_types=["full_attention", "sliding_attention"]), job="sft")
+    assert "layer_types=['sliding_attention']" in problem.what
+    auto(written(tmp_path, "qwen3", layer_types=["full_attention"] * 2), job="sft")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [("llama", {"hidden_act": "foo"}, "KeyError"), ("qwen3_moe", {"decoder_sparse_step": 0}, "ZeroDivisionError")],
+)
+def test_what_transformers_cannot_build_is_no_traceback(family, changes, why, tmp_path):
+    written(tmp_path, family, **changes)
+    with pytest.raises(UserError, match="transformers cannot") as caught:
+        build_hf_model(tmp_path, family_card(family))
+    assert caught.value.why.startswith(why)
+    assert "config.json" in caught.value.where

@@ -158,6 +158,19 @@ def test_what_saves_memory(less: list[str], more: list[str]) -> None:
     assert peak_memory(bench("model=qwen3_4b", *less)).total < peak_memory(bench("model=qwen3_4b", *more)).total
 
 
+def test_scanning_again_saves_memory_and_costs_time() -> None:
+    """16 KB a token and layer, twice: what comes out of the scan, and of the norm."""
+    hybrid = ("model=nemotron_3_super", "model.card.num_hidden_layers=4", "model.card.hybrid_override_pattern=MMMM",
+              "model.card.num_experts=0", "model.card.num_experts_per_tok=0",
+              "memory_recipe.ac.mode=selective")  # fmt: skip
+    with_scan, without = (
+        bench(*hybrid, f"memory_recipe.ac.targets=[{targets}]") for targets in ("norm,attn_proj,scan", "norm,attn_proj")
+    )
+    saved = peak_memory(without).total - peak_memory(with_scan).total
+    assert saved == pytest.approx(4 * 2 * 16384 * sum(without.lengths), rel=0.2)
+    assert micro_batch(with_scan).seconds > micro_batch(without).seconds
+
+
 def test_what_does_not_fit_is_told() -> None:
     told = plan("--forecast", "model=kimi_k2", "warm_start=none", "optim=adamw")
     assert re.search(r"^too large +the trainer: a rank holds [\d,.]+ of 139.8 GiB$", told.stdout, re.MULTILINE)

@@ -8,6 +8,7 @@ from trainer_ranks import Job, job_mesh, run_job, run_ranks
 
 from prl.config.locate import config_groups
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.trainer.busy import of_data_ranks, unevenness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first case waits for all worlds
 
@@ -197,6 +198,10 @@ def test_ranks_that_share_rows_are_busy_as_one(parallel):
     """One of four is slow, and its neighbour waits for it: of two data ranks one computes and the other hardly does."""
     assert 1.3 < parallel["ep2_cp2", "slow"]["figures"]["busy_imbalance"] <= 2
     assert 1 <= parallel["ep2_cp2", "none"]["figures"]["busy_imbalance"] <= 2
+    seconds = torch.tensor([[1.0, 4.0], [3.0, 1.0], [2.0, 2.0], [2.0, 0.0]], dtype=torch.float64)
+    together = of_data_ranks(seconds, torch.tensor([0, 0, 1, 1]))
+    assert together.tolist() == [[3, 4], [2, 2]]
+    assert unevenness(together) == pytest.approx((3 + 4) * 2 / (3 + 4 + 2 + 2))
 
 
 def test_experts_in_bfloat16(plain, parallel):

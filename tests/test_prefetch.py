@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 from weight_updates import published
 
+from prl.inference import weight_routes
 from prl.inference.vllm import prefetching
 from prl.inference.vllm.prefetching import Prefetcher
+from prl.inference.weight_routes import WeightUpdate
 from prl.transport import prefetch as near
 from prl.transport.prefetch import Prefetched, prefetch
 from prl.transport.shelves import Keeper
@@ -152,29 +155,45 @@ def test_engines_take_from_memory_of_processes_only(held: Prefetched) -> None:
             source.check(held.update_info | {"near": held.said | wrong})
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_what_nobody_waits_for_any_more_leaves_nothing(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease that ends while a version is on its way: the server keeps no copy of it."""
-    info, before = published(TcpPublisher("127.0.0.1", 10.0), 3, NAMED), open_files()
-    source = WeightSource("tcp", "", "", ("127.0.0.1",), 10.0)
-    prefetcher, on_its_way, goes_on = Prefetcher(source), threading.Event(), threading.Event()
+def meanwhile(owner: Any, name: str, fetch: Callable[[], Coroutine[Any, Any, None]], act: Callable[[], None]) -> None:
+    """Fetch, and act while the function of that name, by which it comes, is at work."""
+    real, on_its_way, goes_on = getattr(owner, name), threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> Prefetched:
+    def slow(*args: Any) -> Any:
         on_its_way.set()
         assert goes_on.wait(20)
-        return prefetch(*args)
+        return real(*args)
 
-    monkeypatch.setattr(prefetching, "prefetch", slow)
-
-    async def fetch() -> None:
-        task = asyncio.create_task(prefetcher.fetch({"update_info": info}))
+    async def run() -> None:
+        task = asyncio.create_task(fetch())
         assert await asyncio.to_thread(on_its_way.wait, 20)
-        if ended:
-            prefetcher.forget()
+        act()
         goes_on.set()
         await task
 
-    asyncio.run(fetch())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, slow)
+        asyncio.run(run())
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_built_in_server_keeps_nothing_that_nobody_waits_for(ended: bool, tmp_path: Path) -> None:
+    """A lease that ends while a version is on its way."""
+    info, update = published(publisher_of("shared_memory", tmp_path), 3, NAMED), WeightUpdate()
+    meanwhile(weight_routes, "receive", lambda: update.bring_near(info), update.forget if ended else nothing)
+    assert (update.near is None) == ended
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_vllm_server_keeps_nothing_that_nobody_waits_for(ended: bool) -> None:
+    info, before = published(TcpPublisher("127.0.0.1", 10.0), 3, NAMED), open_files()
+    prefetcher = Prefetcher(WeightSource("tcp", "", "", ("127.0.0.1",), 10.0))
+    act = prefetcher.forget if ended else nothing
+    meanwhile(prefetching, "prefetch", lambda: prefetcher.fetch({"update_info": info}), act)
     assert (prefetcher.held is None) == ended
     prefetcher.release()
     assert none_is_left(before)

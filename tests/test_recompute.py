@@ -146,20 +146,23 @@ INNER, CHANNELS = 8 * 8, 8 * 8 + 2 * 4 * 16  # of the state-space layers below
 
 
 @pytest.mark.parametrize(
-    ("targets", "dropped"),
+    ("targets", "dropped", "kept"),
     [
-        (("attn_proj",), INNER + 2 * CHANNELS),  # x, B and C before the convolution and after it, and the gate
-        (("scan",), 2 * INNER + CHANNELS),  # what comes out of the scan and of the norm, and what the scan reads
-        (("attn_proj", "scan"), 3 * INNER + 2 * CHANNELS),
+        # x, B and C before the convolution and after it, and the gate
+        (("attn_proj",), INNER + 2 * CHANNELS, 900),
+        # what comes out of the scan and of the norm, and all that both save; kept is what they read
+        (("scan",), 2 * INNER + CHANNELS, 2 * X + INNER + CHANNELS + 60),
+        (("attn_proj", "scan"), 3 * INNER + 2 * CHANNELS, 2 * X + 2),  # kept is what is as wide as the hidden state
     ],
 )
-def test_state_space_layers_drop_what_is_said(targets, dropped):
+def test_state_space_layers_drop_what_is_said(targets, dropped, kept):
     """And gradients stay the same to the bit."""
     card = family_card("nemotron_h without experts", hybrid_override_pattern="MM", num_hidden_layers=2)
     attend, models = attend_documents(card, DOCS, torch.device("cpu")), [random_model(card, std=0.1) for _ in range(2)]
     apply_checkpointing(models[1], ActivationCheckpointing(mode="selective", targets=targets))
     none, some = (Saved(model, attend).floats for model in models)
     assert (none - some) / (2 * N) >= dropped
+    assert some / (2 * N) <= kept
     assert_same_bits(*(gradients(model, attend) for model in models))
 
 

@@ -160,6 +160,15 @@ def test_examples_longer_than_the_models_context_are_left_out_and_told(tmp_path,
         data_of(path, renderer, seq_len=400, context=4)
 
 
+def test_a_file_to_validate_on_leaves_the_other_whole(tmp_path, renderer):
+    train, held = write(tmp_path / "train.jsonl", pairs(10)), write(tmp_path / "held.jsonl", pairs(3, length=30))
+    assert len(data_of(train, renderer, val_source=str(held)).documents) == 10
+    assert len(data_of(train, renderer).documents) == 9
+    with pytest.raises(UserError, match="of the held_out split") as caught:
+        data_of(train, renderer, split="held_out", context=20, val_source=str(held))
+    assert caught.value.where == f"sft.data.val_source={held}"
+
+
 def documents_in(rows):
     """Each document's tokens, as text."""
     found = []

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from prl.config.cards import facts_of
 from prl.config.errors import ConfigError, UserError
 from prl.config.families import FAMILIES, Family
@@ -87,11 +85,10 @@ def _facts(path: str) -> dict[str, Any]:
             raise TypeError(f"it is a {type(config).__name__}, where an object belongs")
         quantisation_of(config, file)
         return facts_of(config)
-    except ValidationError as error:
-        item = error.errors()[0]
-        raise _unreadable(file, f"{'.'.join(map(str, item['loc']))}: {item['msg']}") from error
-    except ValueError as error:  # in words of ours, or of the reader of JSON
+    except json.JSONDecodeError as error:
         raise _unreadable(file, str(error)) from error
+    except ValueError as error:  # in words of ours
+        raise cannot_be(file, str(error)) from error
     except (OSError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
@@ -110,6 +107,15 @@ def adapters_alone(directory: Path) -> UserError | None:
         where=str(file),
         why="a run begins with whole weights",
         fix=f"model.path={base}; to begin with the adapters, add them to it with PEFT (merge_and_unload) and save that",
+    )
+
+
+def cannot_be(file: Path, why: str) -> UserError:
+    return UserError(
+        "config.json of the checkpoint says what cannot be.",
+        where=str(file),
+        why=why,
+        fix="correct config.json, or model.path=/path/to/another/checkpoint",
     )
 
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, Family
 from prl.config.schema_model import OLD_CONTEXT, STRETCHED, ModelCard, RopeScaling
@@ -159,7 +161,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if "head_dim" not in facts and {"hidden_size", "num_attention_heads"} <= facts.keys():
         facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
     if family.lists_layers and config.get("mlp_layer_types"):
-        kinds = config["mlp_layer_types"]
+        kinds = _listed(config, "mlp_layer_types", ("dense", "sparse"), facts.get("num_hidden_layers", 0))
         facts["mlp_only_layers"] = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
     elif family.dense_first and config.get("first_k_dense_replace") is not None:
         facts["mlp_only_layers"] = tuple(range(config["first_k_dense_replace"]))
@@ -168,7 +170,24 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if "shared_index_layers" in family.has:
         kinds = _indexer_kinds(config, facts.get("num_hidden_layers", 0))
         facts["shared_index_layers"] = tuple(i for i, kind in enumerate(kinds) if kind == "shared")
-    return facts | _rotary_facts(config, facts, family)
+    facts |= _rotary_facts(config, facts, family)
+    _checked(ModelCard, facts)
+    return facts
+
+
+def _checked(kind: type[BaseModel], facts: Mapping[str, Any]) -> BaseModel | None:
+    """None: there are too few of them. Raises ValueError for those that no model can have."""
+    try:
+        return kind.model_validate(facts)
+    except ValidationError as error:
+        wrong = [item for item in error.errors() if item["type"] != "missing"]
+        if wrong:
+            told = [
+                f"{'.'.join(map(str, item['loc'])) or 'rope_scaling'}: {item['msg']}, not {item['input']}"
+                for item in wrong
+            ]
+            raise ValueError("; ".join(told)) from error
+        return None
 
 
 def _names(key: str, family: Family) -> tuple[str, ...]:
@@ -268,8 +287,9 @@ def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     section = sections[1] if given == ["rope_parameters"] else sections[0]
     if section["rope_type"] in STRETCHED:
-        old = config.get(OLD_CONTEXT) or section.get(OLD_CONTEXT) or config.get("max_position_embeddings")
-        section |= {OLD_CONTEXT: old} if old else {}
+        said = (config.get(OLD_CONTEXT), section.get(OLD_CONTEXT), config.get("max_position_embeddings"))
+        found = [old for old in said if old is not None]
+        section |= {OLD_CONTEXT: found[0]} if found else {}
     return section
 
 
@@ -293,7 +313,7 @@ def _rotary_facts(config: Mapping[str, Any], facts: Mapping[str, Any], family: F
             raise ValueError(f"rotary embeddings are scaled ({kind}) by a factor that it does not say")
         if is_scaled and kind in STRETCHED and OLD_CONTEXT not in known:
             raise ValueError(f"rotary embeddings are stretched ({kind}) from a context that it does not say")
-        found["rope_scaling"] = RopeScaling.model_validate(known) if is_scaled else None
+        found["rope_scaling"] = _checked(RopeScaling, known) if is_scaled else None
     return found
 
 
@@ -304,5 +324,9 @@ def not_built(config: Mapping[str, Any]) -> dict[str, Any]:
     if family is None:
         return {}
     odd = {key: config[key] for key, known in family.builds.items() if key in config and config[key] not in known}
+    if not (family.is_hybrid or family.is_sparse) and (
+        kinds := {*(config.get("layer_types") or ())} - {"full_attention"}
+    ):
+        odd["layer_types"] = sorted(kinds)
     kind = rotary_of(config)["rope_type"]
     return odd | ({} if kind in BUILT_ROPES else {"rope_type": kind})

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prl.config.auto_card import FREE, adapters_alone
+from prl.config.auto_card import FREE, adapters_alone, cannot_be
 from prl.config.cards import facts_of, not_built, text_config
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, UNREAD
@@ -14,7 +14,6 @@ from prl.config.foreign import is_bidirectional, sees_later_tokens
 from prl.config.keys import as_override
 from prl.config.quantised import quantisation_of
 from prl.config.schema import ModelCard, ModelConfig
-from prl.config.schema_model import OLD_CONTEXT
 
 FOREIGN = "model.impl=hf, with inference=vllm where there are engines"
 OF_ALL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -54,12 +53,7 @@ def check_card(path: Path, card: ModelCard) -> None:
     try:
         says = facts_of(config)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"config.json of the checkpoint says what cannot be: {error}",
-            where=str(path / "config.json"),
-            why="the card is held against it",
-            fix="correct config.json, or model.path=/path/to/another/checkpoint",
-        ) from error
+        raise cannot_be(path / "config.json", str(error)) from error
     if not card.is_native:  # of a family of transformers' only what all families call the same
         says = {key: says[key] for key in (*OF_ALL, "tie_word_embeddings") if key in says}
         if odd := {key: value for key, value in not_built(config).items() if key in UNREAD}:
@@ -84,9 +78,9 @@ def _has_other_parts(odd: dict[str, Any], family: str, file: Path) -> UserError:
     unread = [key for key in odd if key in UNREAD]
     is_for_none = FAMILIES[family].is_ours_alone or odd.get("rope_type") == "dynamic" or unread  # `foreign.switches`
     fix = "another checkpoint" if is_for_none else FOREIGN
-    if "rope_type" in odd:
+    if odd.get("rope_type") == "dynamic":  # no other type is the same as none up to there
         fix += ", or remove it from config.json (rope_type=default) if sequences are never longer than "
-        fix += "max_position_embeddings" if odd["rope_type"] == "dynamic" else OLD_CONTEXT
+        fix += "max_position_embeddings"
     return UserError(
         "the checkpoint has what the layers of its family have not here: "
         + ", ".join(f"{key}={value}" for key, value in odd.items()),

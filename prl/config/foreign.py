@@ -115,6 +115,8 @@ def switches(kind: str, rope: str, limit: int, where: str, told: str) -> UserErr
         + ", so log-probabilities of a document would depend on its neighbours" + (f"; {told}" if told else ""),
         fix=f"rows of at most {limit} tokens (seq_len={limit}), where its frequencies are always the same"
         if rope == "longrope" and limit
+        else "another model"
+        if rope == "longrope"
         else "remove it from config.json (rope_type=default) if sequences are never longer than "
         "max_position_embeddings, up to which it is the same; or another model",
     )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from prl.config.schema_fields import (
     DirectoryOrName,
@@ -24,6 +25,9 @@ FamilyName = Literal[
     "glm_moe_dsa", "nemotron_h", "other",
 ]  # fmt: skip
 CpStyle = Literal["ulysses", "ring", "gather"]
+
+
+BETA_FAST, BETA_SLOW = 32.0, 1.0  # of yarn, where nothing is said
 
 
 class RopeScaling(BaseModel):
@@ -46,6 +50,15 @@ class RopeScaling(BaseModel):
     mscale_all_dim: Number | None = None
     attention_factor: PositiveFloat | None = None
     truncate: bool | None = None
+
+    @model_validator(mode="after")
+    def blends(self) -> RopeScaling:
+        """Between bounds that are the right way round: each implementation makes something else of others."""
+        if self.rope_type == "llama3" and not (self.low_freq_factor or inf) < (self.high_freq_factor or 0):
+            raise ValueError("llama3 needs low_freq_factor, and high_freq_factor above it")
+        if self.rope_type == "yarn" and (self.beta_fast or BETA_FAST) < (self.beta_slow or BETA_SLOW):
+            raise ValueError(f"beta_fast ({BETA_FAST:g} unless said) is at least beta_slow ({BETA_SLOW:g})")
+        return self
 
 
 OLD_CONTEXT = "original_max_position_embeddings"

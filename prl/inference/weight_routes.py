@@ -36,6 +36,16 @@ class WeightUpdate:
     near: tuple[dict[str, Any], NamedTensors] | None = None  # what was prefetched, and its update_info
     asked: int = 0  # what is on its way for an earlier number is not wanted any more
 
+    async def bring_near(self, info: dict[str, Any]) -> None:
+        """Raises as `receive` does."""
+        if self.near is not None and self.near[0] == info:
+            return
+        self.forget()
+        asked = self.asked
+        found = await asyncio.to_thread(lambda: list(receive(info, self.verify_checksum)))
+        if asked == self.asked:
+            self.near = info, found
+
     def fetch(self, info: dict[str, Any]) -> NamedTensors:
         """Raises as `receive` does."""
         near, self.near = self.near, None  # whatever it is of, it has no further use
@@ -77,13 +87,8 @@ def add_weight_routes(
         info = source.check(_object(await read_object(http), "update_info"))
         if info["type"] not in PREFETCHED:
             raise ValueError(f"weights that come by {info['type']} cannot be fetched ahead")
-        if update.near is None or update.near[0] != info:
-            update.forget()
-            asked = update.asked
-            with _fetching():
-                found = await asyncio.to_thread(lambda: list(receive(info, update.verify_checksum)))
-            if asked == update.asked:
-                update.near = info, found
+        with _fetching():
+            await update.bring_near(info)
         return web.json_response({"message": "Weights fetched"})
 
     async def receive_weights(http: web.Request) -> web.Response:

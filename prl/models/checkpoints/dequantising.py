@@ -170,10 +170,15 @@ def as_model_tensors(stored: Mapping[str, Any], how: Quantisation | None) -> Ite
         if how is not None and stem is not None and f"{stem}{how.scale}" in parts:
             shape = stored.get(f"{stem}{SHAPE}") if how.numbers == "int4" else None
             yield stem, Dequantised(stem, how, tensor, stored[f"{stem}{how.scale}"], shape)
-        elif tensor.get_dtype().startswith("F8_") and 0 not in tensor.get_shape():
+        elif is_scaled(tensor):
             raise ValueError(f"{name} is stored as {tensor.get_dtype()}, and no scales of it are there")
         else:
             yield name, tensor
+
+
+def is_scaled(tensor: Any) -> bool:
+    """Whether a slice's numbers mean nothing without scales."""
+    return bool(tensor.get_dtype().startswith("F8_") and 0 not in tensor.get_shape())
 
 
 def _stems(stored: Mapping[str, Any], how: Quantisation) -> Iterator[str]:

@@ -20,7 +20,7 @@ from prl.config.hub import repair
 from prl.config.quantised import quantisation_of
 from prl.config.schema import ModelCard
 from prl.models.adapters.lora import cast_parameters, is_adapter
-from prl.models.checkpoints.dequantising import as_model_tensors
+from prl.models.checkpoints.dequantising import as_model_tensors, is_scaled
 from prl.models.families.build import build_decoder
 from prl.models.layers.decoder import Decoder
 from prl.models.names.decoder import MTP, MTP_MARK
@@ -108,7 +108,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, Any]]:
         single = path / SINGLE
         if single.is_file() and single not in weight_files(path):
             _check_single(single, stored)
-        if how is None and (odd := next((name for name, part in stored.items() if _is_scaled(part)), None)):
+        if how is None and (odd := next((name for name, part in stored.items() if is_scaled(part)), None)):
             raise UserError(
                 f"the checkpoint cannot be loaded: {odd} is stored as {stored[odd].get_dtype()}, and config.json does "
                 "not say how it is scaled",
@@ -117,10 +117,6 @@ def open_tensors(path: Path) -> Iterator[dict[str, Any]]:
                 fix="the config.json that the checkpoint came with; or another checkpoint",
             )
         yield dict(as_model_tensors(stored, how))
-
-
-def _is_scaled(tensor: Any) -> bool:
-    return tensor.get_dtype().startswith("F8_") and 0 not in tensor.get_shape()
 
 
 def _check_single(file: Path, stored: Mapping[str, Any]) -> None:

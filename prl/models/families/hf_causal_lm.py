@@ -183,8 +183,7 @@ def build_hf_model(path: Path | None, card: ModelCard) -> HFCausalLM:
     check_supported(config, path)
     check_attention(config, path)
     AttentionInterface.register(ATTENTION, attend_packed)
-    with meta_parameters():
-        lm = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    lm = _their_model(config, path)
     lm.tie_weights()
     # no dropout is at work, whatever config.json says: engines sample without, and recomputed layers would draw other
     # numbers the second time
@@ -221,14 +220,26 @@ def _their_config(path: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # unknown families, code of the checkpoint's own, values of other types: each its own
-        said = str(error).strip().splitlines() or [repr(error)]
-        raise UserError(
-            "transformers cannot read config.json of the checkpoint.",
-            where=str(path / "config.json"),
-            why=f"{type(error).__name__}: {' '.join(said)[:400]}",
-            fix="a version of transformers that has this family (pip install --upgrade transformers); a checkpoint of "
-            f"a family that it has, without code of its own; or one of {', '.join(FAMILIES)}",
+        fix = "a version of transformers that has this family (pip install --upgrade transformers); a checkpoint of "
+        fix += f"a family that it has, without code of its own; or one of {', '.join(FAMILIES)}"
+        raise _told(error, "transformers cannot read config.json of the checkpoint.", path, fix) from error
+
+
+def _their_model(config: PretrainedConfig, path: Path | None) -> PreTrainedModel:
+    try:
+        with meta_parameters():
+            return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    except Exception as error:  # sizes below zero, names of functions that nobody knows: each its own
+        raise _told(
+            error, "transformers cannot build the model of config.json.", path, "correct config.json"
         ) from error
+
+
+def _told(error: Exception, what: str, path: Path | None, fix: str) -> UserError:
+    """By transformers' own words."""
+    said = str(error).strip().splitlines() or [repr(error)]
+    why = f"{type(error).__name__}: {' '.join(said)[:400]}"
+    return UserError(what, where=str(path / "config.json") if path else "model.card", why=why, fix=fix)
 
 
 def check_supported(config: PretrainedConfig, path: Path | None) -> None:
@@ -302,7 +313,7 @@ def check_positions(lm: PreTrainedModel, card: ModelCard, path: Path | None) -> 
     if not tables:
         return
     name, rows = min(tables.items(), key=lambda one: one[1])
-    rows = min(rows, getattr(lm.config, "max_position_embeddings", rows))  # some have rows besides
+    rows = min(rows, getattr(lm.config, "max_position_embeddings", None) or rows)  # some have rows besides
     if rows < card.max_position_embeddings:
         raise UserError(
             f"{lm.config.model_type} knows {rows} positions, fewer than {card.max_position_embeddings}.",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import ModelCard
-from prl.config.schema_model import RopeScaling
+from prl.config.schema_model import BETA_FAST, BETA_SLOW, RopeScaling
 from prl.models.by_hand import RotationByHand, is_by_hand
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [N, H, R], cos and sin -> x, turned
@@ -47,7 +47,8 @@ def _old_context(scaling: RopeScaling) -> int:
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow ones divided, fast ones kept, those between blended by their turns within the old context."""
-    low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    assert low is not None and high is not None, "the schema wants them"  # noqa: PT018
     turns = _old_context(scaling) * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
@@ -55,7 +56,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, card: ModelCard) -> Tensor:
     """As llama3, but the blend is linear in the dimension (section 3.2 of the paper)."""
-    fast, slow = scaling.beta_fast or 32.0, scaling.beta_slow or 1.0
+    fast, slow = scaling.beta_fast or BETA_FAST, scaling.beta_slow or BETA_SLOW
 
     def dimension_of(turns: float) -> float:
         ratio = _old_context(scaling) / (turns * 2 * math.pi)

@@ -32,6 +32,8 @@ def load_conversations(data: SftDataConfig, split: Split) -> list[list[Message]]
         return _read_source(data.source, data, split)
     everything = _read_source(data.source, data, "train")
     random.Random(0).shuffle(everything)
+    if data.val_source is not None:
+        return everything
     cut = len(everything) - max(1, round(len(everything) * data.val_fraction))
     return everything[:cut] if split == "train" else everything[cut:]
 
@@ -188,7 +190,9 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
     if not documents:
         raise UserError(
             f"no example of the {split} split is left to train on ({dropped} are longer than {bound})",
-            where=f"sft.data.source={config.data.source}",
+            where=f"sft.data.val_source={config.data.val_source}"
+            if split == "held_out" and config.data.val_source is not None
+            else f"sft.data.source={config.data.source}",
             fix=(
                 "raise seq_len"
                 if limit == config.seq_len
