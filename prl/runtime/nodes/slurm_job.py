@@ -8,7 +8,7 @@ import time
 
 from prl.runtime.process.signals import StopSignals
 
-POLL_S = 0.2
+POLL_S = 0.02  # a small run has saved and ended within a fifth of a second
 ASK_AGAIN_S = 2.0
 ANSWER_S = 20.0  # SLURM's own clients wait for 10
 ENDING = ("COMPLETING", "CANCELLED", "PREEMPTED", "TIMEOUT", "")  # SIGTERM was sent, SIGKILL follows after KillWait
