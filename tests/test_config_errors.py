@@ -266,7 +266,7 @@ RULES = {
     "lora without targets": (["memory=lora", "memory_recipe.lora.targets=[]"], "memory_recipe.lora.targets=[q_proj"),
     "lora on foreign experts": (
         ["memory=lora", "model.impl=hf", "memory_recipe.lora.targets=[experts]"],
-        "memory_recipe.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
+        "memory_recipe.lora.targets=[attention]",
     ),
     "lora and fp8": (["memory=lora", "model.fp8=emulated"], "model.fp8=none"),
     "lora rank in blocks": (

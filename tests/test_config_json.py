@@ -361,6 +361,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "low_freq_factor"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "foo", "sparse"]}, "foo"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ("qwen3_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok is 99, and there are"),
+        ("deepseek_v3", {"num_experts_per_tok": 99}, "(n_routed_experts)"),
+        ("llama", {"sliding_window": 0}, "sliding_window is 0"),
+        ("nemotron_h", {"chunk_size": -1}, "chunk_size is -1"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for"),
     ],
 )
 @pytest.mark.parametrize("impl", ["custom", "hf"])
@@ -384,10 +389,39 @@ def test_only_what_is_the_same_without_scaling_may_be_removed(tmp_path):
         assert ("remove it" in problem.fix) == may, problem.fix
 
 
+def test_sizes_of_families_of_transformers_alone_are_looked_at_too(tmp_path):
+    """They would end in a traceback at the first step."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 512}
+    for said, told in (
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "there are 2 experts"),
+        ({"model_type": "mistral", "sliding_window": -4}, "sliding_window is -4"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(sizes | said))
+        (problem,) = problems(tmp_path, job="sft")
+        assert told in problem.why
+    off = {"model_type": "qwen2", "sliding_window": 0, "use_sliding_window": False}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | off))
+    auto(tmp_path, job="sft")
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_more_dense_layers_first_than_there_are_is_a_dense_model(family, tmp_path):
+    """prl/models has no mixtures without experts; transformers builds them."""
+    path = written(tmp_path, family, first_k_dense_replace=99)
+    (problem,) = problems(path, job="sft")
+    assert problem.what == "No layer of this mixture has experts."
+    card = auto(path, "model.impl=hf", job="sft").model.card
+    assert card.dense_layers == list(range(card.num_hidden_layers))
+    assert not any("experts" in name for name, _ in build_hf_model(path, card).named_parameters())
+
+
 def test_layers_of_kinds_that_a_family_has_not_are_told(tmp_path):
-    (problem,) = problems(written(tmp_path, "qwen3", layer_types=["full_attention", "sliding_attention"]), job="sft")
+    (problem,) = problems(
+        written(tmp_path, "qwen3", layer_types=["full_attention", "sliding_attention", "full_attention"]), job="sft"
+    )
     assert "layer_types=['sliding_attention']" in problem.what
-    auto(written(tmp_path, "qwen3", layer_types=["full_attention"] * 2), job="sft")
+    auto(written(tmp_path, "qwen3", layer_types=["full_attention"] * 3), job="sft")
 
 
 @pytest.mark.parametrize(

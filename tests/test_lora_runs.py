@@ -169,6 +169,46 @@ def test_adapters_of_transformers_models(world, family, dtype, tmp_path):
     assert peft_logits(tmp_path / "base", tmp_path / "export" / "adapter") == pytest.approx(expected, abs=tolerance)
 
 
+OF_TRANSFORMERS = ["model.dtype=float32", "memory_recipe.fused_lm_head_token_chunk_size=disabled"]
+
+
+@pytest.mark.parametrize(
+    ("family", "linears"),
+    [
+        ("phi3", ["qkv_proj", "o_proj"]),
+        ("gpt_neox", ["query_key_value", "dense"]),
+        ("opt", ["k_proj", "v_proj", "q_proj", "out_proj"]),
+    ],
+)
+def test_adapters_around_attention_whatever_transformers_calls_it(world, family, linears, tmp_path):
+    """As `memory=lora` has them, which knows nothing of these names: trained, exported, read by PEFT."""
+    model = plain_model(family, vocab_size=tiny.VOCAB)
+    model.save_pretrained(tmp_path / "base")
+    chosen = ["model=auto", f"model.path={tmp_path / 'base'}", "model.tokenizer=byte", "memory=lora"]
+    config = compose([*chosen, *OF_TRANSFORMERS, "memory_recipe.lora.rank=4"], "sft")
+    assert config.memory_recipe.lora.targets == ("attention",)
+    policy = Policy(config, OptimConfig(lr=0.01), 10, tmp_path / "base", world)
+    adapted = {name.split(".")[-2] for name, _ in policy.model.named_parameters() if is_adapter(name)}
+    assert adapted == set(linears)
+    losses = [train_step(policy, 1)[0] for _ in range(6)]
+    assert losses[-1] < losses[0]
+    export_policy(policy, tmp_path / "base", tmp_path / "export")
+    written = json.loads((tmp_path / "export/adapter/adapter_config.json").read_text())
+    assert set(written["target_modules"]) == set(linears)
+    expected = trained_logits(policy).float().numpy()
+    assert peft_logits(tmp_path / "base", tmp_path / "export" / "adapter") == pytest.approx(expected, abs=1e-3)
+
+
+def test_attention_without_linears_is_told(world, tmp_path):
+    """GPT-2 has convolutions of width 1 in their place."""
+    model = plain_model("gpt2", vocab_size=tiny.VOCAB)
+    model.save_pretrained(tmp_path)
+    chosen = ["model=auto", f"model.path={tmp_path}", "model.tokenizer=byte", "memory=lora"]
+    with pytest.raises(UserError, match="no LoRA target attention") as caught:
+        Policy(compose([*chosen, *OF_TRANSFORMERS], "sft"), OptimConfig(lr=0.01), 10, tmp_path, world)
+    assert caught.value.fix == "memory_recipe.lora.rank=0"
+
+
 def test_the_head_cannot_have_adapters(world, tmp_path):
     model = plain_model("llama", vocab_size=tiny.VOCAB)
     model.save_pretrained(tmp_path)

@@ -356,6 +356,8 @@ NOT_READ = {
     "awq": {"quant_method": "awq", "bits": 4},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "fp8 without blocks": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8 in blocks of less than nothing": FP8 | {"weight_block_size": [-128, 128]},
+    "fp8 in empty blocks": FP8 | {"weight_block_size": [128, 0]},
     "fp8 e5m2": FP8 | {"fmt": "e5m2"},
     "int8": compressed("int-quantized", num_bits=8, strategy="channel"),
     "nvfp4": compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),

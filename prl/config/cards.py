@@ -42,6 +42,9 @@ FOREIGN_NAMES = {
     "num_key_value_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length"),
 }
+EXPERTS = (*OTHER_NAMES["num_experts"], "num_experts")  # what checkpoints call their number, of any family
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token")  # and how many of them a token goes to
+SIZES_ABOVE_0 = ("sliding_window", "attention_chunk_size", "chunk_size")  # in tokens, where a model has such a thing
 COUNTS = ("rotary_dim", "first_k_dense_replace", "index_topk_freq", "index_skip_topk_offset")  # read besides
 
 
@@ -147,6 +150,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(config.get("model_type"))
     family = FAMILIES.get(kind, Family(""))
     _refuse_other_types(config, family)
+    _refuse_impossible(config, family)
     facts: dict[str, Any] = {"family": kind if kind in FAMILIES else "other", **family.always, **family.silent}
     for key in (*COMMON, *family.has):
         found = [config[name] for name in _names(key, family) if config.get(name) is not None]
@@ -164,7 +168,8 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         kinds = _listed(config, "mlp_layer_types", ("dense", "sparse"), facts.get("num_hidden_layers", 0))
         facts["mlp_only_layers"] = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
     elif family.dense_first and config.get("first_k_dense_replace") is not None:
-        facts["mlp_only_layers"] = tuple(range(config["first_k_dense_replace"]))
+        first = config["first_k_dense_replace"]
+        facts["mlp_only_layers"] = tuple(range(min(first, facts.get("num_hidden_layers", first))))
     elif "mlp_only_layers" in facts:
         facts["mlp_only_layers"] = tuple(facts["mlp_only_layers"])
     if "shared_index_layers" in family.has:
@@ -215,6 +220,22 @@ def _refuse_other_types(config: Mapping[str, Any], family: Family) -> None:
     whole = [name for key in COMMON if ModelCard.model_fields[key].annotation is int for name in _names(key, family)]
     if parts := [f'"{name}": {config[name]}' for name in whole if isinstance(config.get(name), float)]:
         raise ValueError(f"a whole number has a decimal point, which transformers does not take: {', '.join(parts)}")
+
+
+def _refuse_impossible(config: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for sizes with which no model can run, and which building it may pass over."""
+    experts, chosen = ([(key, config[key]) for key in keys if config.get(key)] for keys in (EXPERTS, CHOSEN))
+    for (name, there), (key, wanted) in zip(experts[:1], chosen[:1], strict=False):
+        if isinstance(there, int) and isinstance(wanted, int) and wanted > there:
+            raise ValueError(f"{key} is {wanted}, and there are {there} experts ({name})")
+    for key in SIZES_ABOVE_0:
+        is_off = key == "sliding_window" and config.get("use_sliding_window") is False
+        if not is_off and isinstance(size := config.get(key), int) and not isinstance(size, bool) and size < 1:
+            raise ValueError(f"{key} is {size}, and it is a number of tokens")
+    layers = next((config[name] for name in _names("num_hidden_layers", Family("")) if config.get(name)), None)
+    kinds = None if family.is_hybrid else config.get("layer_types")  # there it says how many there are
+    if isinstance(kinds, list | tuple) and isinstance(layers, int) and len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
 
 
 def _has_text(value: Any) -> bool:

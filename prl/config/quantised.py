@@ -103,7 +103,7 @@ def _block_fp8(section: Mapping[str, Any], file: Path) -> Quantisation:
     block = section.get("weight_block_size")
     known = {"fmt": ("e4m3", "float8_e4m3fn", None), "scale_fmt": ("ue8m0", None)}
     odd = [f"{key}={section[key]}" for key, values in known.items() if section.get(key) not in values]
-    if not isinstance(block, list | tuple) or len(block) != 2:
+    if not isinstance(block, list | tuple) or len(block) != 2 or min(map(int, block)) < 1:
         odd.append(f"weight_block_size={block}")
     if odd:
         raise _refused(file, f"quant_method=fp8 with {', '.join(odd)}")
@@ -144,7 +144,7 @@ def _scheme(form: str, weights: Mapping[str, Any]) -> Quantisation | None:
         return Quantisation("mxfp4", (1, MX_GROUP), stored="_packed")
     block = weights.get("block_structure")
     blocks = {"channel": (1, 0), "tensor": (0, 0)}
-    if isinstance(block, list | tuple) and len(block) == 2:
+    if isinstance(block, list | tuple) and len(block) == 2 and min(map(int, block)) > 0:
         blocks["block"] = (int(block[0]), int(block[1]))
     is_fp8 = form in ("float-quantized", "naive-quantized") and kind[1:] == (E4M3_BITS, "float")
     return Quantisation("e4m3", blocks[strategy]) if is_fp8 and strategy in blocks else None

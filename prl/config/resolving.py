@@ -19,8 +19,8 @@ from prl.config.keys import as_override, field_of, is_group, schema_keys
 from prl.config.locate import config_groups
 from prl.config.overrides import all_keys, unknown_key
 from prl.config.rules import violations
-from prl.config.rules.memory import ATTENTION, attention_linears
-from prl.config.schema import Group, RunConfig, WarmStartConfig
+from prl.config.rules.memory import attention_linears
+from prl.config.schema import ATTENTION, Group, RunConfig, WarmStartConfig
 from prl.config.schema_fields import WORDS_OF_PATTERN
 
 
@@ -76,9 +76,9 @@ def settle_warm_start(config: RunConfig) -> RunConfig:
 
 
 def settle_adapters(config: RunConfig) -> RunConfig:
-    """The target "attention" in the words of the model's family."""
+    """The target "attention" in the words of the model's family, where prl knows it; else `apply_lora` does it."""
     memory = config.memory_recipe
-    if not memory.lora.rank or ATTENTION not in memory.lora.targets:
+    if not config.model.card.is_native or not memory.lora.rank or ATTENTION not in memory.lora.targets:
         return config
     said = memory.lora.targets
     names = dict.fromkeys(

@@ -122,6 +122,9 @@ class ActivationOffloading(Group):
     max_inflight_activations: Positive = 5
 
 
+ATTENTION = "attention"  # of `LoraConfig.targets`: the family's, or the model's, own
+
+
 class LoraConfig(Group):
     """Low-rank adapters (arXiv:2106.09685). Targets are module names; "experts" means the stacked expert matrices,
     "attention" all linears around attention, whatever the family calls them.
@@ -129,7 +132,7 @@ class LoraConfig(Group):
 
     rank: NonNegative = 0  # 0: full-parameter training
     alpha: PositiveFloat = 16.0
-    targets: tuple[str, ...] = ("attention",)
+    targets: tuple[str, ...] = (ATTENTION,)
     export_merged: bool = True  # beside the adapter, the whole model with the adapter added in
 
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from math import gcd
 
 from prl.config.families import FAMILIES
-from prl.config.schema import ModelCard, RunConfig
+from prl.config.rules.memory import attention_linears
+from prl.config.schema import ATTENTION, ModelCard, RunConfig
 from prl.config.world import Mesh, context_style, world_of
 from prl.forecast.cost import NIC, NVLINK, Cost
 from prl.forecast.hardware import Hardware
@@ -95,7 +96,8 @@ class Setting:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Linears that have them (LoRA)."""
-        return self.config.memory_recipe.lora.targets if self.frozen else ()
+        said = self.config.memory_recipe.lora.targets if self.frozen else ()
+        return (*said, *(attention_linears(self.card) if ATTENTION in said else ()))
 
     # --- kinds of work, forward and backward --------------------------------------------------------------------------
 

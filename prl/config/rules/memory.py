@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
 from prl.config.rules.rule import Refuse, each_of
-from prl.config.schema import ModelCard, RunConfig
+from prl.config.schema import ATTENTION, ModelCard, RunConfig
 from prl.config.world import World
 
 offloads_exclude_each_other = each_of(
@@ -67,7 +67,6 @@ ac_keys_take_effect = each_of(
 )
 
 
-ATTENTION = "attention"  # of `lora.targets`: those of the family
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_LINEARS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 STATE_LINEARS = ("in_proj",)  # PEFT takes no adapters of out_proj, whose weight fused kernels read by themselves
@@ -93,7 +92,7 @@ def lora_targets_exist(config: RunConfig, world: World) -> Iterator[UserError]:
             why=f"its linears are: {', '.join(known)}"
             if ours
             else "experts are stacked by the layers of prl/models alone",
-            fix=f"memory_recipe.lora.targets=[{','.join(known if ours else ATTENTION_LINEARS)}]",
+            fix=f"memory_recipe.lora.targets=[{','.join(known) if ours else ATTENTION}]",
         )
 
 
@@ -105,7 +104,7 @@ def _linears(card: ModelCard) -> tuple[str, ...]:
 
 
 def attention_linears(card: ModelCard) -> tuple[str, ...]:
-    """Of families of transformers' own those that most have."""
+    """Of families of transformers' own, whose models tell when they are built, what most have."""
     if not card.attention_layers:
         return ()
     if not card.kv_lora_rank:

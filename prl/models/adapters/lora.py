@@ -8,14 +8,14 @@ dimension 1 of all can be sharded like the experts' own, while dimension 0 is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.config.errors import UserError
-from prl.config.schema import LoraConfig
+from prl.config.schema import ATTENTION, LoraConfig
 from prl.models.experts.stacked import Experts, grouped_linear
 from prl.models.sharding import is_sharded, local_part, place_of
 from prl.models.state_space.mixer import keeps_float32
@@ -67,13 +67,14 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
     the adapters by `init_adapters`. Raises UserError for a target that names nothing.
     """
     cast_parameters(model, base_dtype, requires_grad=False)
-    missing = set(lora.targets)
+    targets = named_targets(model, lora.targets)
+    missing = set(targets)
     for module in list(model.modules()):
-        if isinstance(module, Experts) and EXPERTS in lora.targets:
+        if isinstance(module, Experts) and EXPERTS in targets:
             missing.discard(EXPERTS)
             adapt_experts(module, lora)
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and name in lora.targets:
+            if isinstance(child, nn.Linear) and name in targets:
                 missing.discard(name)
                 setattr(module, name, LoraLinear(child, lora.rank, lora.alpha))
     if missing:
@@ -85,6 +86,18 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
             why=f"its linears are: {', '.join(linears)}",
             fix=f"memory_recipe.lora.targets=[{','.join(usual)}]" if usual else "memory_recipe.lora.rank=0",
         )
+
+
+def named_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """`LoraConfig.targets` with the linears of this model's attention for "attention", unless it has none. Of our own
+    families the configuration has settled them; transformers' have attention in classes that are called so.
+    """
+    if ATTENTION not in targets:
+        return tuple(targets)
+    around = [module for module in model.modules() if ATTENTION in type(module).__name__.lower()]
+    linears = (m for module in around for m in module.named_modules() if isinstance(m[1], nn.Linear))
+    found = dict.fromkeys(name.rpartition(".")[2] for name, _ in linears)
+    return tuple(dict.fromkeys(name for one in targets for name in (found if one == ATTENTION and found else (one,))))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, requires_grad: bool) -> None:

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from prl.config.errors import UserError
 from prl.config.schema import LoraConfig, ModelCard
-from prl.models.adapters.lora import EXPERTS, LoraExperts, LoraLinear, copy_shard, is_adapter, whole_tensor
+from prl.models.adapters.lora import (
+    EXPERTS,
+    LoraExperts,
+    LoraLinear,
+    copy_shard,
+    is_adapter,
+    named_targets,
+    whole_tensor,
+)
 from prl.models.names.decoder import to_hf
 from prl.runtime.directory.files import save_tensors
 
@@ -42,7 +50,9 @@ def export_adapter(model: nn.Module, card: ModelCard, lora: LoraConfig, path: Pa
     if write:
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, path / WEIGHTS, metadata={"format": "pt"})
-        (path / CONFIG).write_text(json.dumps(peft_config(lora, base, _parameters(model, card, lora)), indent=1) + "\n")
+        (path / CONFIG).write_text(
+            json.dumps(peft_config(model, lora, base, _parameters(model, card, lora)), indent=1) + "\n"
+        )
 
 
 def _parameters(model: nn.Module, card: ModelCard, lora: LoraConfig) -> list[str]:
@@ -65,7 +75,7 @@ def _hf_name(name: str, card: ModelCard) -> str:
     return hf_name
 
 
-def peft_config(lora: LoraConfig, base: str, parameters: Sequence[str] = ()) -> dict[str, Any]:
+def peft_config(model: nn.Module, lora: LoraConfig, base: str, parameters: Sequence[str] = ()) -> dict[str, Any]:
     """parameters: those that are named one by one, in whose place no module is named."""
     named = {EXPERTS, *(parameter.split(".")[-2] for parameter in parameters)}
     return {
@@ -78,7 +88,7 @@ def peft_config(lora: LoraConfig, base: str, parameters: Sequence[str] = ()) -> 
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [target for target in lora.targets if target not in named],
+        "target_modules": [target for target in named_targets(model, lora.targets) if target not in named],
         "target_parameters": list(parameters) or None,
     }
 

@@ -35,7 +35,7 @@ PartsPublisher = NcclPublisher | FilesystemPublisher | TcpPublisher | SharedMemo
 AnyPublisher = Publisher | PartsPublisher | None  # None: of ranks that only take part in gathers
 
 
-def publisher_of(ctx: ChildContext, world: World) -> AnyPublisher:
+def publisher_of(ctx: ChildContext, world: World, model: Decoder) -> AnyPublisher:
     """This rank's publisher; None for ranks that only take part in the gathers. A collective."""
     transport = ctx.plan.config.weight_transport
     address = ctx.endpoints["rendezvous"].rsplit(":", 1)[0]
@@ -48,7 +48,7 @@ def publisher_of(ctx: ChildContext, world: World) -> AnyPublisher:
     if transport.type == "lora":
         if not world.is_main:
             return None
-        config = peft_config(ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
+        config = peft_config(model, ctx.plan.config.memory_recipe.lora, ctx.plan.config.model.name)
         return AdapterPublisher(ctx.run_dir / "weights", transport.keep, config)
     if not world.is_main:
         address = own_address(ctx.endpoints["rendezvous"], address)

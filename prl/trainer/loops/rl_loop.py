@@ -53,7 +53,7 @@ class RLTrainer:
         self.batches = SharedFetch(world, self.client)
         self.saving = Saving(ctx, world, self.client.start_commit, self.client.commit_took, writer)
         self.guard = StepGuard(self.config.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
-        self.publisher = publisher_of(ctx, world)
+        self.publisher = publisher_of(ctx, world, self.policy.model)
         self.weights = RankWeights(ctx.plan, world, self.policy.model, self.publisher)
         self.kept = KeptLogp(ctx, world)
         self.holds = self.config.weight_transport.type in HOST_TRANSPORTS  # a version, for who comes late
