@@ -58,7 +58,7 @@ def _runs_kernels(q: Tensor, values: int) -> bool:
 def _kernel_forward(q: Tensor, latents: Tensor, chosen: Tensor, values: int, scale: float) -> tuple[Tensor, Tensor]:
     from prl.models.sparse import attention_kernels, flashmla
 
-    kernels = flashmla if flashmla.fits(q, chosen, values) else attention_kernels
+    kernels = flashmla if flashmla.fits(q, values) else attention_kernels
     return kernels.forward(q, latents, chosen, values, scale)
 
 
