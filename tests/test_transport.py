@@ -16,7 +16,7 @@ from weight_updates import published
 
 from prl.config.errors import UserError
 from prl.config.schema import WeightTransportConfig
-from prl.transport import shelves, weights_shared
+from prl.transport import shelves, to_host, weights_shared
 from prl.transport.boxes import Table
 from prl.transport.weights import SharedMemoryPublisher, make_publisher, receive, stage
 from prl.transport.weights_files import FilesystemPublisher
@@ -300,26 +300,43 @@ KEPT = {
 }
 
 
-def publish_all(made, pool, held, table, version):
+def publish_all(made, pool, held, table, version, device="cpu"):
     """The update_info of a version of which each rank has its part."""
     named, told = tensors(version), []
-    parts = [data_of(boxes, named, table) for boxes in held]
+    parts = [[part.to(device) for part in data_of(boxes, named, table)] for boxes in held]
     list(pool.map(lambda publisher, own: publisher.publish(version, iter(own), told.append), made, parts))
     (info,) = told
     return json.loads(json.dumps(info))
 
 
+@pytest.fixture
+def small_buffers(monkeypatch):
+    """Through which all goes that is on a GPU."""
+    monkeypatch.setattr(to_host, "PINNED_BYTES", 64)
+    monkeypatch.setattr(to_host, "BUFFERS", 2)
+    to_host.pinned_buffers.cache_clear()
+    yield
+    assert to_host.pinned_buffers().qsize() == 2, "one was not put back"
+    to_host.pinned_buffers.cache_clear()
+
+
+@pytest.mark.parametrize("way", ["at once", "in stretches", "from a GPU"])
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("kind", KEPT)
-def test_engines_put_together_what_ranks_keep(kind, by_columns, segments, monkeypatch):
+def test_engines_put_together_what_ranks_keep(kind, by_columns, way, segments, small_buffers, monkeypatch):
     monkeypatch.setattr(shelves, "PARCEL_BYTES", 256)  # several of a tensor
+    if way == "from a GPU" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU; its way is that in stretches but for the events")
+    if way == "in stretches":
+        monkeypatch.setattr(shelves, "is_elsewhere", lambda part: True)
+    device = "cuda" if way == "from a GPU" else "cpu"
     table = Table.of(tensors())
     held = [*shards(table, 3, by_columns)] * 2  # of two replicas, one keeps it
     made, pool = ranks_of(KEPT[kind](segments), held, table)
     assert sum(table.nbytes(one.shelf.boxes).sum() for one in made) == table.nbytes(table.whole()).sum()
     assert all(publisher.shelf.nbytes == 0 for publisher in made[3:])
     for version in (1, 2):
-        info = publish_all(made, pool, held, table, version)
+        info = publish_all(made, pool, held, table, version, device)
         for got in (dict(receive(info)), {name: t for chunk in stage(info) for name, t in chunk}):
             assert list(got) == table.names
             for name, tensor in tensors(version):
@@ -366,3 +383,17 @@ def test_a_head_that_no_trainer_has_packed_is_refused(cut, segments):
         file.write(cut[1])
     with pytest.raises(ValueError, match="packed"):
         list(receive(info))
+
+
+def test_a_stretch_that_cannot_be_moved_is_told_and_leaves_its_buffer(small_buffers, monkeypatch):
+    """Another version must find all of them."""
+    monkeypatch.setattr(shelves, "is_elsewhere", lambda part: True)
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(to_host.np, "copyto", fail)
+    table = Table.of(tensors())
+    (made,), pool = ranks_of(lambda *of: TcpPublisher(LOOPBACK, 5.0, *of), [table.whole()], table)
+    with pytest.raises(MemoryError, match="no room"):
+        publish_all([made], pool, [table.whole()], table, 1)

@@ -13,6 +13,7 @@ import os
 import struct
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from prl.transport.boxes import (
 )
 from prl.transport.flat import ALIGN, DTYPES
 from prl.transport.rounds import turns
+from prl.transport.to_host import is_elsewhere, move
 
 PARCEL_BYTES = 16 << 20  # checked at once is what begins in so many bytes; an engine holds that much for each rank
 THREADS = min(8, os.cpu_count() or 1)
@@ -98,15 +100,23 @@ class Shelf:
         """
         ends, view = [stop for _, stop, _ in self.parcels], memoryview(buffer)
         checking: list[Any] = []
+        moving: deque[tuple[int, Any]] = deque()  # stretches on their way, each with where its box begins
         with ThreadPoolExecutor(THREADS, "checksums") as pool:
             # parts first: of all that there are, and of those behind what is kept, which may come from collectives
             places = zip(parts, self.boxes.tolist(), self.offsets[:-1].tolist(), strict=True)
             for part, box, offset in places:
                 place = self.view(buffer, box, origin + offset)
-                place.copy_(part.detach().reshape(place.shape))
-                done = offset + place.nbytes
-                while len(checking) < len(ends) - 1 and ends[len(checking)] <= done:
+                if is_elsewhere(part):
+                    moving.extend((offset, stretch) for stretch in move(part, place, pool))
+                else:
+                    place.copy_(part.detach().reshape(place.shape))
+                while moving and moving[0][1].done():
+                    moving.popleft()[1].result()
+                there = moving[0][0] if moving else offset + place.nbytes  # all before is
+                while len(checking) < len(ends) - 1 and ends[len(checking)] <= there:
                     checking.append(self._check_later(pool, view, origin, len(checking)))
+            while moving:
+                moving.popleft()[1].result()
             for number in range(len(checking), len(ends)):
                 checking.append(self._check_later(pool, view, origin, number))
             return np.array([check.result() for check in checking], dtype=np.uint32)

@@ -16,8 +16,9 @@ import socketserver
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -140,16 +141,29 @@ class _Fetch:
             shelf, sums, said = read_head(self.read, table)
         return shelf, sums.tolist(), said
 
-    def take(self, shelf: Shelf, sums: list[int], into: Assembly, verify: bool) -> None:
-        """All parcels, in one piece of memory. Raises ValueError for damaged bytes."""
-        room = bytearray(max((stop - begin for begin, stop, _ in shelf.parcels), default=0))
-        with self.naming(), self.connection:
-            for (begin, stop, pieces), told in zip(shelf.parcels, sums, strict=True):
+    def take(self, shelf: Shelf, sums: list[int], into: Assembly, verify: bool, rooms: int) -> None:
+        """All parcels, through so many pieces of memory: some are checked and put where they belong while the next
+        comes. Raises ValueError for damaged bytes.
+        """
+        size = max((stop - begin for begin, stop, _ in shelf.parcels), default=0)
+
+        def put(room: bytearray, number: int) -> bytearray:
+            begin, stop, pieces = shelf.parcels[number]
+            if verify and (found := zlib.crc32(memoryview(room)[: stop - begin])) != sums[number]:
+                told = f"CRC-32 {found:08x}, sent as {sums[number]:08x}"
+                raise ValueError(f"the bytes from {self.peer} are damaged: {told}")
+            for piece, offset in pieces:
+                into.put(piece, shelf.view(room, piece, offset))
+            return room
+
+        with self.naming(), self.connection, ThreadPoolExecutor(rooms, "parcels") as pool:
+            putting: deque[Future[bytearray]] = deque()
+            for number, (begin, stop, _) in enumerate(shelf.parcels):
+                room = putting.popleft().result() if len(putting) == rooms else bytearray(size)
                 read_exactly(self.connection, memoryview(room)[: stop - begin])
-                if verify and (found := zlib.crc32(memoryview(room)[: stop - begin])) != told:
-                    raise ValueError(f"the bytes from {self.peer} are damaged: CRC-32 {found:08x}, sent as {told:08x}")
-                for piece, offset in pieces:
-                    into.put(piece, shelf.view(room, piece, offset))
+                putting.append(pool.submit(put, room, number))
+            while putting:
+                putting.popleft().result()
 
 
 def receive_tcp(update_info: dict[str, Any], verify: bool) -> Iterator[tuple[str, Tensor]]:
@@ -169,13 +183,16 @@ def fetch_tcp(update_info: dict[str, Any], verify: bool, assemble: Callable[[Tab
         shelf, sums, said = first.head(None)
         into = assemble(shelf.table)
 
+        others = json.loads(said)
+        rooms = max(2, THREADS // (1 + len(others)))
+
         def take(host: str, port: int, key: str) -> None:
             fetch = _Fetch(host, port, key, timeout_s)
-            fetch.take(*fetch.head(into.table)[:2], into, verify)
+            fetch.take(*fetch.head(into.table)[:2], into, verify, rooms)
 
         with ThreadPoolExecutor(THREADS, "weights") as pool:
-            taking = [pool.submit(first.take, shelf, sums, into, verify)]
-            taking += [pool.submit(take, *other) for other in json.loads(said)]
+            taking = [pool.submit(first.take, shelf, sums, into, verify, rooms)]
+            taking += [pool.submit(take, *other) for other in others]
             try:
                 while taking:  # none keeps its name here: an error would hold this frame, and all memory, in a cycle
                     taking.pop(0).result()
