@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -314,10 +315,10 @@ def small_buffers(monkeypatch):
     """Through which all goes that is on a GPU."""
     monkeypatch.setattr(to_host, "PINNED_BYTES", 64)
     monkeypatch.setattr(to_host, "BUFFERS", 2)
-    to_host.pinned_buffers.cache_clear()
+    to_host._made_once.cache_clear()
     yield
     assert to_host.pinned_buffers().qsize() == 2, "one was not put back"
-    to_host.pinned_buffers.cache_clear()
+    to_host._made_once.cache_clear()
 
 
 @pytest.mark.parametrize("way", ["at once", "in stretches", "from a GPU"])
@@ -397,3 +398,17 @@ def test_a_stretch_that_cannot_be_moved_is_told_and_leaves_its_buffer(small_buff
     (made,), pool = ranks_of(lambda *of: TcpPublisher(LOOPBACK, 5.0, *of), [table.whole()], table)
     with pytest.raises(MemoryError, match="no room"):
         publish_all([made], pool, [table.whole()], table, 1)
+
+
+def test_threads_that_begin_together_share_their_buffers(small_buffers, monkeypatch):
+    """To pin memory takes a while, in which others ask for it."""
+    make = torch.empty
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.05)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(to_host.torch, "empty", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        found = [future.result() for future in [pool.submit(to_host.pinned_buffers) for _ in range(4)]]
+    assert len({id(queue) for queue in found}) == 1

@@ -6,6 +6,7 @@ A copy straight into memory that is not pinned makes the host wait for each tens
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
@@ -18,9 +19,17 @@ PINNED_BYTES = 32 << 20  # of one buffer
 BUFFERS = 4  # of this process
 
 
-@functools.cache
+_making = threading.Lock()  # functools.cache lets several threads make one each
+
+
 def pinned_buffers() -> SimpleQueue[Tensor]:
-    """Those that nothing is in."""
+    """Those of this process that nothing is in."""
+    with _making:
+        return _made_once()
+
+
+@functools.cache
+def _made_once() -> SimpleQueue[Tensor]:
     free: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(BUFFERS):
         free.put(torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
@@ -48,17 +57,19 @@ def move(part: Tensor, place: Tensor, pool: Executor) -> Iterator[Future[None]]:
             event = torch.cuda.Event() if source.is_cuda else None
             if event is not None:
                 event.record()
-            moving = pool.submit(_empty, buffer, event, staged, stretch)
+            moving = pool.submit(_empty, free, buffer, event, staged, stretch)
         except BaseException:
             free.put(buffer)
             raise
         yield moving
 
 
-def _empty(buffer: Tensor, event: torch.cuda.Event | None, staged: Tensor, stretch: Tensor) -> None:
+def _empty(
+    free: SimpleQueue[Tensor], buffer: Tensor, event: torch.cuda.Event | None, staged: Tensor, stretch: Tensor
+) -> None:
     try:
         if event is not None:
             event.synchronize()
         np.copyto(stretch.view(torch.uint8).numpy(), staged.numpy())  # other threads run meanwhile
     finally:
-        pinned_buffers().put(buffer)
+        free.put(buffer)
