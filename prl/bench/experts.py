@@ -36,7 +36,7 @@ from prl.models.experts.all_to_all import AllToAllDispatch
 from prl.models.experts.deepep import DeepEPDispatch
 from prl.models.experts.stacked import Dispatch, Experts
 
-MODELS = ("qwen3_30b_a3b", "glm_4_5_air", "deepseek_v3", "glm_5_1", "nemotron_3_super")
+MODELS = ("qwen3_30b_a3b", "glm_4_5_air", "deepseek_v3_2", "glm_5_1", "nemotron_3_super")
 WARMUP = 3
 
 

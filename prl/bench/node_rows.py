@@ -1,0 +1,95 @@
+"""What `prl.bench.node` runs on the GPUs of one node, in this order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Job = Literal["experts", "sft", "bench", "rl"]
+
+RANDOM = ("model.path=null", "model.tokenizer=byte")
+MIXTURE, DENSE, TINY = "qwen3_30b_a3b", "qwen3_4b", "tiny_qwen3_moe"
+FULL_SIZE = ("memory=balanced", "memory_recipe.compile=true", "optim=adamw")
+RECOMPUTED = ("memory=balanced", "memory_recipe.compile=true", "memory_recipe.ac.mode=full", "optim=adamw")
+EQUAL = ("model.dtype=float32", "seq_len=512", "max_steps=3", "optim=adamw", "optim.eps=0.001", "memory=none")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One command. `part`: of the table; `words`: after the job's own."""
+
+    part: str
+    job: Job
+    words: tuple[str, ...]
+
+
+def layouts(gpus: int) -> dict[str, tuple[str, ...]]:
+    """Those that these GPUs can have."""
+    fit = {
+        "fsdp": (1, ("parallelism=auto",)),
+        "hsdp": (4, ("parallelism=auto", "parallelism.dp_replicate=2", f"parallelism.dp_shard={gpus // 2}")),
+        "ep2": (2, ("parallelism=ep2",)),
+        "ep4": (4, ("parallelism=ep8", "parallelism.ep=4")),
+        "ep8": (8, ("parallelism=ep8",)),
+        "ep2_cp2": (2, ("parallelism=ep2_cp2",)),
+        "ep8_cp2": (8, ("parallelism=ep8_cp2",)),
+    }
+    return {name: words for name, (least, words) in fit.items() if gpus % least == 0}
+
+
+def rows_for(gpus: int, tiny: bool) -> list[Row]:
+    """tiny: the same with a model that CPUs train, to try the script.
+
+    Correctness first: experts by all ways, and each layout's losses beside those of one process.
+    """
+    mixture, dense = (TINY, "tiny_qwen3") if tiny else (MIXTURE, DENSE)
+    lengths = (256, 512) if tiny else (16_384, 65_536)
+    fit = layouts(gpus)
+    widest = [name for name in fit if name.startswith("ep") and "cp" not in name][-1:]
+    trained = ("deployment=colocated", f"deployment.num_train_gpus={gpus}")
+    long = FULL_SIZE if tiny else RECOMPUTED
+    recipes = {lengths[0]: FULL_SIZE, lengths[1]: long}
+    rows = [Row("experts", "experts", (mixture,) if tiny else (mixture, "deepseek_v3_2", "glm_5_1", "--ep", "8"))]
+    rows += [
+        Row("equality", "sft", (f"model={TINY}", *EQUAL, *words, *counts))
+        for words, counts in ((("parallelism=single",), ()), *((words, trained[1:]) for words in fit.values()))
+    ]
+    for length, recipe in recipes.items():
+        of_length = (f"model={mixture}", *RANDOM, *recipe, f"bench.doc_len={length}", *trained)
+        rows += [Row(f"{mixture}, {length:,} tokens", "bench", (*of_length, *words)) for words in fit.values()]
+        levers = (
+            ("parallelism.ep_comm_backend=deepep",),
+            ("model.fp8=deep_gemm",),
+            ("model.fp8=deep_gemm", "parallelism.ep_comm_backend=deepep"),
+        )
+        for name in [] if tiny else widest:
+            rows += [Row(f"{mixture}, {length:,} tokens", "bench", (*of_length, *fit[name], *more)) for more in levers]
+    of_dense = (f"model={dense}", *RANDOM, "parallelism=auto", f"bench.doc_len={lengths[0]}", *trained)
+    rows += [
+        Row(f"{dense}, {lengths[0]:,} tokens", "bench", (*of_dense, *recipe))
+        for recipe in (FULL_SIZE, ("memory=lora", "optim=adamw"))
+    ]
+    return rows + _rl(gpus, tiny, mixture, fit)
+
+
+def _rl(gpus: int, tiny: bool, mixture: str, fit: dict[str, tuple[str, ...]]) -> list[Row]:
+    """Colocated with the widest layout, then half of the GPUs for each side, without and with replay."""
+    steps = ("max_steps=3", "algo.batch_size=16", "algo.group_size=4") if tiny else ("max_steps=20",)
+    every = (f"model={mixture}", *RANDOM, *steps, "warm_start=none", "eval=none", "ckpt=none", "optim=adamw")
+    every += () if tiny else ("inference=vllm",)
+    memory = "memory=none" if tiny else "memory=tight"
+    together = ("deployment=colocated", f"deployment.num_train_gpus={gpus}", f"deployment.num_infer_gpus={gpus}")
+    rows = [Row("RL, colocated", "rl", (*every, memory, *together, *list(fit.values())[-1]))]
+    half = gpus // 2
+    apart = layouts(half) if half else {}
+    if apart:
+        widest = [words for name, words in apart.items() if "cp" not in name][-1]
+        sides = (f"deployment.num_train_gpus={half}", f"deployment.num_infer_gpus={1 if tiny else half}")
+        wide = (f"inference.tp={half}", "inference.expert_parallel=true") if half > 1 else ()
+        engines = () if tiny else ("weight_transport=nccl", *wide)
+        recipe = "memory=none" if tiny else "memory=balanced"
+        rows += [
+            Row("RL, apart", "rl", (*every, recipe, *sides, *widest, *engines, f"inference.return_routed_experts={on}"))
+            for on in ("false", "true")
+        ]
+    return rows
