@@ -176,6 +176,7 @@ OF_TRANSFORMERS = ["model.dtype=float32", "memory_recipe.fused_lm_head_token_chu
     ("family", "linears"),
     [
         ("phi3", ["qkv_proj", "o_proj"]),
+        ("gpt_bigcode", ["c_attn"]),  # its MLP has a c_proj, too
         ("gpt_neox", ["query_key_value", "dense"]),
         ("opt", ["k_proj", "v_proj", "q_proj", "out_proj"]),
     ],

@@ -89,14 +89,17 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
 
 
 def named_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
-    """`LoraConfig.targets` with the linears of this model's attention for "attention", unless it has none. Of our own
-    families the configuration has settled them; transformers' have attention in classes that are called so.
+    """`LoraConfig.targets` with the linears of this model's attention for "attention", unless it has none that are
+    called as no other. Of our own families the configuration has settled them; transformers' have attention in classes
+    that are called so.
     """
     if ATTENTION not in targets:
         return tuple(targets)
-    around = [module for module in model.modules() if ATTENTION in type(module).__name__.lower()]
-    linears = (m for module in around for m in module.named_modules() if isinstance(m[1], nn.Linear))
-    found = dict.fromkeys(name.rpartition(".")[2] for name, _ in linears)
+    around = [name for name, module in model.named_modules() if type(module).__name__.endswith("Attention")]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    within = [name for name in linears if any(name.startswith(f"{owner}.") for owner in around)]
+    others = {name.rpartition(".")[2] for name in set(linears) - set(within)}
+    found = dict.fromkeys(leaf for leaf in (name.rpartition(".")[2] for name in within) if leaf not in others)
     return tuple(dict.fromkeys(name for one in targets for name in (found if one == ATTENTION and found else (one,))))
 
 
