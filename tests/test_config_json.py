@@ -348,6 +348,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ("llama", {"num_attention_heads": -4}, "num_attention_heads"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
         ("llama", {"num_hidden_layers": True}, "num_hidden_layers"),
+        ("llama", {"num_hidden_layers": 10**6}, "less than or equal to 4096"),
+        ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "null stands where a value belongs: norm_topk_prob"),
+        ("qwen3", {"rms_norm_eps": None, "tie_word_embeddings": None}, "tie_word_embeddings, rms_norm_eps"),
         ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ("llama", {"max_position_embeddings": 0}, "max_position_embeddings"),
         ("qwen3", {"rope_theta": 0}, "rope_theta"),
@@ -395,6 +399,7 @@ def test_sizes_of_families_of_transformers_alone_are_looked_at_too(tmp_path):
     for said, told in (
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "there are 2 experts"),
         ({"model_type": "mistral", "sliding_window": -4}, "sliding_window is -4"),
+        ({"model_type": "gpt_neox", "num_attention_heads": 0}, "num_attention_heads"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(sizes | said))

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny import random_model
 
 from prl.config import compose
+from prl.config.schema import ModelConfig
 from prl.models.checkpoints.further_layers import further_layers
 from prl.models.checkpoints.reading import INDEX, load_model, open_tensors
 from prl.models.checkpoints.writing import export_checkpoint, hf_tensors, save_checkpoint
 from prl.models.families.hf_causal_lm import build_hf_model
-from prl.models.text.tokenizer import save_byte_tokenizer
+from prl.models.text.tokenizer import load_tokenizer, save_byte_tokenizer
 from prl.trainer.loops.export import export_policy
 
 CPU = torch.device("cpu")
@@ -158,6 +159,29 @@ def test_exports_of_adapters_have_them_too(tmp_path):
     exported = all_tensors(tmp_path / "export")
     assert all(torch.equal(exported[name], tensor) for name, tensor in further.items())
     assert not any("layers.3." in name for name in load_file(tmp_path / "export/adapter/adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_an_export_has_the_tokenizer_that_the_run_had(is_gone, tmp_path, caplog):
+    """One of another directory than the weights'."""
+    source, place = tmp_path / "source", tmp_path / "tokenizer"
+    card, _ = with_further_layers(source, "glm4_moe")
+    save_byte_tokenizer(place)
+    (place / "chat_template.jinja").write_text(mine := "mine: {{ messages[0]['content'] }}")
+    config = compose(["model=auto", f"model.tokenizer={place}", f"model.path={source}", "memory=none"], "sft")
+    if is_gone:
+        shutil.rmtree(place)
+    model = load_model(source, card, torch.float32, CPU)
+    policy = SimpleNamespace(config=config, model=model, world=SimpleNamespace(is_main=True))
+    export_policy(policy, source, tmp_path / "export")
+    assert (tmp_path / "export/model.safetensors").exists()
+    if is_gone:
+        assert "is without the tokenizer" in caplog.text
+        return
+    shutil.rmtree(place)
+    alone = load_tokenizer(ModelConfig(name="x", path=str(tmp_path / "export"), card=card), tmp_path / "export")
+    assert alone.encode("abc", add_special_tokens=False) == [97, 98, 99]
+    assert alone.chat_template == mine
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

@@ -223,3 +223,16 @@ def test_a_template_that_cannot_be_masked_is_explained(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length ~ m['role'] ~ m['content'] }}{% endfor %}"
     with pytest.raises(UserError, match="chat template does not render"):
         data_of(write(tmp_path / "d.jsonl", pairs(4)), ChatRenderer(tokenizer))
+
+
+def test_a_conversation_that_the_template_refuses_is_told(tmp_path):
+    """As Gemma's refuses what a system says."""
+    tokenizer = byte_tokenizer(tmp_path)
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer.chat_template = refusing + tokenizer.chat_template
+    odd = {"messages": [{"role": role, "content": "x"} for role in ("system", "user", "assistant")]}
+    path = write(tmp_path / "d.jsonl", [*pairs(4), odd])
+    with pytest.raises(UserError, match="refuses a conversation: no system role") as caught:
+        data_of(path, ChatRenderer(tokenizer))
+    assert str(path) in caught.value.where
+    assert "of system, user, assistant begins" in caught.value.why

@@ -44,6 +44,7 @@ FOREIGN_NAMES = {
 }
 EXPERTS = (*OTHER_NAMES["num_experts"], "num_experts")  # what checkpoints call their number, of any family
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token")  # and how many of them a token goes to
+NEVER_NULL = ("norm_topk_prob", "routed_scaling_factor", "tie_word_embeddings", "rms_norm_eps")  # null is no silence
 SIZES_ABOVE_0 = ("sliding_window", "attention_chunk_size", "chunk_size")  # in tokens, where a model has such a thing
 COUNTS = ("rotary_dim", "first_k_dense_replace", "index_topk_freq", "index_skip_topk_offset")  # read besides
 
@@ -162,7 +163,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
             facts["q_lora_rank"] = 0
     if family.is_hybrid:
         facts |= _layers(config, facts["hybrid_override_pattern"])
-    if "head_dim" not in facts and {"hidden_size", "num_attention_heads"} <= facts.keys():
+    if "head_dim" not in facts and facts.get("hidden_size") and facts.get("num_attention_heads"):
         facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
     if family.lists_layers and config.get("mlp_layer_types"):
         kinds = _listed(config, "mlp_layer_types", ("dense", "sparse"), facts.get("num_hidden_layers", 0))
@@ -232,6 +233,8 @@ def _refuse_impossible(config: Mapping[str, Any], family: Family) -> None:
         is_off = key == "sliding_window" and config.get("use_sliding_window") is False
         if not is_off and isinstance(size := config.get(key), int) and not isinstance(size, bool) and size < 1:
             raise ValueError(f"{key} is {size}, and it is a number of tokens")
+    if nothing := [key for key in NEVER_NULL if family.architecture and key in config and config[key] is None]:
+        raise ValueError(f"null stands where a value belongs: {', '.join(nothing)}")
     layers = next((config[name] for name in _names("num_hidden_layers", Family("")) if config.get(name)), None)
     kinds = None if family.is_hybrid else config.get("layer_types")  # there it says how many there are
     if isinstance(kinds, list | tuple) and isinstance(layers, int) and len(kinds) != layers:

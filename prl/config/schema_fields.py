@@ -22,6 +22,7 @@ def _counted(value: object) -> object:
 
 
 Positive = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=MOST)]
+Layers = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=1 << 12)]  # plans go through them one by one
 NonNegative = Annotated[int, BeforeValidator(_counted), Field(ge=0, le=MOST)]
 Samples = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=1 << 16)]  # of one task, all begun at once
 PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32)]

@@ -11,6 +11,7 @@ from prl.config.schema_fields import (
     DirectoryOrName,
     Group,
     LayerPattern,
+    Layers,
     NonNegative,
     NonNegativeFloat,
     Number,
@@ -73,7 +74,7 @@ class ModelCard(Group):
     """
 
     family: FamilyName
-    num_hidden_layers: Positive
+    num_hidden_layers: Layers
     hidden_size: Positive
     num_attention_heads: Positive
     num_key_value_heads: Positive

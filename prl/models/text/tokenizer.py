@@ -12,6 +12,7 @@ from prl.config.schema import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BYTE = "byte"  # `model.tokenizer` of models made here
 SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>")  # ids 256, 257, ...
 # of tokenizer_config.json: what transformers 5 and 4 write of a tokenizer that is no model's own
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -23,7 +24,7 @@ CHAT_TEMPLATE = (
 
 def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of the run: model.tokenizer if it names one, else the one beside the weights at `path`."""
-    own = config.tokenizer not in (None, "byte")
+    own = config.tokenizer not in (None, BYTE)
     wanted = str(config.tokenizer) if own else str(path)
     try:
         tokenizer = _tokenizer_class(Path(wanted)).from_pretrained(wanted)
@@ -48,7 +49,7 @@ def check_ids(largest: int, config: ModelConfig, path: Path) -> None:
     Args:
         largest: the largest number of a token that it may come to.
     """
-    vocab, own = config.card.vocab_size, config.tokenizer not in (None, "byte")
+    vocab, own = config.card.vocab_size, config.tokenizer not in (None, BYTE)
     if largest >= vocab:
         raise UserError(
             f"The tokenizer has a token {largest}, and the model {vocab} tokens (0 to {vocab - 1}).",
@@ -69,7 +70,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, path
     except Exception as error:  # of some templates for this conversation; any is told where it is written
         if tokenizer.chat_template:
             return
-        own = config.tokenizer not in (None, "byte")
+        own = config.tokenizer not in (None, BYTE)
         raise UserError(
             "The tokenizer has no chat template.",
             where=f"model.tokenizer={config.tokenizer}" if own else str(path),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 
+from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.models.adapters.peft import export_adapter
 from prl.models.checkpoints.writing import export_checkpoint, hf_tensors
+from prl.models.text.tokenizer import BYTE, load_tokenizer
 from prl.trainer.policy import Policy
 
+log = logging.getLogger("prl.trainer")
 ADAPTER = "adapter"  # in a directory of its own: transformers takes an adapter_config.json beside a model for its own
 
 
@@ -34,6 +38,11 @@ def export_policy(policy: Policy, source: Path, target: Path) -> None:
             pass
         return
     export_checkpoint(model, tensors, source, target, config.model.card, dtype=dtype)
+    if config.model.tokenizer not in (None, BYTE):  # not the one beside the weights
+        try:
+            load_tokenizer(config.model, source).save_pretrained(str(target))
+        except (UserError, OSError) as error:  # it was there when the run began; the weights are what matters
+            log.warning("%s is without the tokenizer %s: %s", target, config.model.tokenizer, error)
 
 
 def base_name(config: RunConfig, source: Path) -> str:

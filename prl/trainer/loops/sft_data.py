@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from prl.config.errors import UserError
 from prl.config.hub import load_rows, why_not
 from prl.config.packages import DATASETS
@@ -176,11 +178,16 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
     for messages in load_conversations(config.data, split):
         try:
             sequences = mask_by_role(renderer, messages, config.data.loss_roles)
-        except ValueError as error:
+        except (ValueError, TemplateError) as error:
+            refused = isinstance(error, TemplateError)
             raise UserError(
-                str(error), where="model.tokenizer", why=f"the conversation begins {str(messages[0])[:80]}",
-                fix="another chat template (model.tokenizer), or single-turn data",
-            ) from error  # fmt: skip
+                f"the chat template refuses a conversation: {error}" if refused else str(error),
+                where=f"model.tokenizer, sft.data.source={config.data.source}" if refused else "model.tokenizer",
+                why=f"the conversation of {', '.join(str(message.get('role')) for message in messages[:8])} begins "
+                f"{str(messages[0])[:80]}",
+                fix="another chat template (model.tokenizer), or "
+                + ("conversations that it takes" if refused else "single-turn data"),
+            ) from error
         for sequence in sequences:
             if len(sequence.input_ids) > limit:
                 dropped += 1
