@@ -184,6 +184,19 @@ def test_an_export_has_the_tokenizer_that_the_run_had(is_gone, tmp_path, caplog)
     assert alone.chat_template == mine
 
 
+def test_a_checkpoint_without_a_tokenizer_is_exported_with_that_of_bytes(tmp_path):
+    source = tmp_path / "source"
+    card, _ = with_further_layers(source, "glm4_moe")
+    for file in source.glob("*token*"):
+        file.unlink()
+    config = compose(["model=auto", "model.tokenizer=byte", f"model.path={source}", "memory=none"], "sft")
+    model = load_model(source, card, torch.float32, CPU)
+    policy = SimpleNamespace(config=config, model=model, world=SimpleNamespace(is_main=True))
+    export_policy(policy, source, tmp_path / "export")
+    alone = load_tokenizer(ModelConfig(name="x", path=str(tmp_path / "export"), card=card), tmp_path / "export")
+    assert alone.encode("abc", add_special_tokens=False) == [97, 98, 99]
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_models_of_transformers_keep_them_aside_as_well(family, tmp_path):
     from prl.models.checkpoints.reading import load_checkpoint

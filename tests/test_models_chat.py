@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import END, byte_tokenizer, moe_card
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
@@ -63,6 +65,24 @@ def test_a_tokenizer_of_its_own_is_loaded_from_where_it_is_named(tmp_path):
     (tmp_path / "weights").mkdir()
     config = ModelConfig(name="m", tokenizer=str(tmp_path / "tokenizer"), card=moe_card())
     assert load_tokenizer(config, tmp_path / "weights").encode("a", add_special_tokens=False) == [97]
+
+
+def test_bytes_are_for_checkpoints_that_bring_no_tokenizer(tmp_path, caplog):
+    """Where one is there it is used, and that is said."""
+    config = ModelConfig(name="m", path=str(tmp_path), tokenizer="byte", card=moe_card())
+    assert load_tokenizer(config, tmp_path).encode("a<|end|>", add_special_tokens=False) == [97, 256]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="no tokenizer to be had"):
+        load_tokenizer(config.model_copy(update={"tokenizer": None}), tmp_path)
+    narrow = moe_card().model_copy(update={"vocab_size": 200})
+    with pytest.raises(UserError, match="a token 261"):
+        load_tokenizer(config.model_copy(update={"card": narrow}), tmp_path)
+    assert not caplog.records
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(str(tmp_path))
+    assert load_tokenizer(config, tmp_path).encode("a b", add_special_tokens=False) == [0, 1]
+    assert f"used is the one beside the weights: {tmp_path}" in caplog.text
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.decoder import Decoder
+from prl.models.text.tokenizer import load_tokenizer
 from prl.orchestrator.engines.answers import EngineError
 from prl.orchestrator.engines.concurrency import EngineLoad
 from prl.orchestrator.engines.generation import Generation
@@ -89,6 +90,17 @@ def test_the_server_starts_with_the_checkpoint_and_its_versions(server: Server, 
     assert server.http.get("/v1/models").body["data"][0]["id"] == server.config.model.name
     info = server.http.get("/server_info?config_format=json").body
     assert info["vllm_config"]["scheduler_config"]["max_num_batched_tokens"] == 4096
+
+
+def test_a_checkpoint_without_a_tokenizer_is_served_with_that_of_bytes(tmp_path: Path) -> None:
+    from prl.inference.vllm.server import with_byte_tokenizer
+
+    config = compose(["inference=vllm", f"cache_dir={tmp_path}"], "inference")
+    for _ in range(2):  # the second finds it there
+        place = with_byte_tokenizer(config).model.tokenizer
+        assert place == str(tmp_path / "byte_tokenizer")
+        assert load_tokenizer(config.model.model_copy(update={"tokenizer": place}), tmp_path).encode("a")[0] == 97
+    assert [entry.name for entry in tmp_path.iterdir()] == ["byte_tokenizer"]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])

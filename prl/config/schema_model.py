@@ -210,7 +210,7 @@ class ModelConfig(Group):
         None  # Hugging Face checkpoint directory or hub id; None: random weights made from the card
     )
     tokenizer: DirectoryOrName | None = (
-        None  # directory or hub id; None: the one at `path`; "byte": the built-in byte-level one
+        None  # directory or hub id; None: the one at `path`; "byte": the built-in byte-level one, unless there is one
     )
     impl: Literal["auto", "custom", "hf"] = "auto"
     attn: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -44,6 +45,7 @@ from prl.inference.vllm.guarding import Guard, TimedProtocol
 from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
 from prl.models.checkpoints.reading import check_files
 from prl.models.checkpoints.sources import resolve_model_path
+from prl.models.text.tokenizer import BYTE, brings_none, save_byte_tokenizer
 from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import cpu_environment, server_arguments, to_argv
 from prl.runtime.process.child import ChildContext
@@ -79,10 +81,25 @@ def prepare(ctx: ChildContext) -> Namespace:
     check_files(path)  # vLLM would say so a minute later
     if sends_weights(config):
         check_form(path)
+    if config.model.tokenizer == BYTE and brings_none(path):
+        config = with_byte_tokenizer(config)
     on_cpu = current_platform.is_cpu()
     for name, value in cpu_environment(config).items() if on_cpu else ():
         os.environ.setdefault(name, value)
     return parse_arguments(server_arguments(config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old()))
+
+
+def with_byte_tokenizer(config: RunConfig) -> RunConfig:
+    """A run's whose checkpoint has none: vLLM reads it from a directory."""
+    place = Path(config.cache_dir) / "byte_tokenizer"
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as made:
+            save_byte_tokenizer(Path(made, "made"))
+            with contextlib.suppress(OSError):  # another process was first
+                Path(made, "made").rename(place)
+    model = config.model.model_copy(update={"tokenizer": str(place)})
+    return config.model_copy(update={"model": model})
 
 
 def compute(ctx: ChildContext, args: Namespace) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,12 @@ from prl.config.schema import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger("prl")
 BYTE = "byte"  # `model.tokenizer` of models made here
 SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>")  # ids 256, 257, ...
+BYTES = 256
+# in which checkpoints keep one
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # of tokenizer_config.json: what transformers 5 and 4 write of a tokenizer that is no model's own
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 CHAT_TEMPLATE = (
@@ -23,8 +29,16 @@ CHAT_TEMPLATE = (
 
 
 def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run: model.tokenizer if it names one, else the one beside the weights at `path`."""
+    """The tokenizer of the run: model.tokenizer if it names one, else the one beside the weights at `path`; where there
+    is none and it says byte, the byte-level one.
+    """
     own = config.tokenizer not in (None, BYTE)
+    if config.tokenizer == BYTE and brings_none(path):
+        with tempfile.TemporaryDirectory() as place:
+            save_byte_tokenizer(Path(place))
+            tokenizer = _tokenizer_class(Path(place)).from_pretrained(place)
+        check_ids(len(tokenizer) - 1, config, path)
+        return tokenizer
     wanted = str(config.tokenizer) if own else str(path)
     try:
         tokenizer = _tokenizer_class(Path(wanted)).from_pretrained(wanted)
@@ -40,7 +54,16 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
             + ("; model.tokenizer=byte" if config.path is None else ""),
         ) from error
     check_ids(int(tokenizer.vocab_size) - 1, config, path)  # of text; whether special tokens are used is seen later
+    if config.tokenizer == BYTE and tokenizer.vocab_size != BYTES:
+        log.warning(
+            "model.tokenizer=byte is for models without a tokenizer; used is the one beside the weights: %s", path
+        )
     return tokenizer
+
+
+def brings_none(path: Path) -> bool:
+    """Whether a checkpoint has no tokenizer."""
+    return path.is_dir() and not any((path / name).is_file() for name in FILES) and not any(path.glob("*.tiktoken"))
 
 
 def check_ids(largest: int, config: ModelConfig, path: Path) -> None:

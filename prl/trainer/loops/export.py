@@ -11,7 +11,7 @@ from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.models.adapters.peft import export_adapter
 from prl.models.checkpoints.writing import export_checkpoint, hf_tensors
-from prl.models.text.tokenizer import BYTE, load_tokenizer
+from prl.models.text.tokenizer import BYTE, brings_none, load_tokenizer
 from prl.trainer.policy import Policy
 
 log = logging.getLogger("prl.trainer")
@@ -38,11 +38,12 @@ def export_policy(policy: Policy, source: Path, target: Path) -> None:
             pass
         return
     export_checkpoint(model, tensors, source, target, config.model.card, dtype=dtype)
-    if config.model.tokenizer not in (None, BYTE):  # not the one beside the weights
+    wanted = config.model.tokenizer
+    if wanted is not None and (wanted != BYTE or brings_none(target)):  # not the one beside the weights
         try:
             load_tokenizer(config.model, source).save_pretrained(str(target))
         except (UserError, OSError) as error:  # it was there when the run began; the weights are what matters
-            log.warning("%s is without the tokenizer %s: %s", target, config.model.tokenizer, error)
+            log.warning("%s is without the tokenizer %s: %s", target, wanted, error)
 
 
 def base_name(config: RunConfig, source: Path) -> str:
