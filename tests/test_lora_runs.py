@@ -208,6 +208,7 @@ def test_attention_without_linears_is_told(world, tmp_path):
     with pytest.raises(UserError, match="no LoRA target attention") as caught:
         Policy(compose([*chosen, *OF_TRANSFORMERS], "sft"), OptimConfig(lr=0.01), 10, tmp_path, world)
     assert caught.value.fix == "memory_recipe.lora.rank=0"
+    assert caught.value.why.endswith("Conv1D of transformers takes no adapters here")
 
 
 def test_the_head_cannot_have_adapters(world, tmp_path):

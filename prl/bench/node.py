@@ -24,23 +24,20 @@ from prl.metrics.reader import read_rows
 
 LIMIT_S: dict[Job, float] = {"experts": 300, "sft": 200, "bench": 400, "rl": 900}  # beyond it a row is given up
 LEAST_S: dict[Job, float] = {"experts": 40, "sft": 25, "bench": 60, "rl": 240}  # what one is taken to need
+MODULES: dict[Job, str] = {"experts": "prl.bench.experts", "sft": "prl.sft", "bench": "prl.bench", "rl": "prl.rl"}
 CLOSE = 1e-4  # of losses of layouts, relative
 HEAD = "| command | figures | forecast |\n|---|---|---|"
 
 
 def command_of(row: Row, directory: Path) -> list[str]:
     """What is run: the row's words, and where its result belongs."""
-    module = {"experts": "prl.bench.experts", "sft": "prl.sft", "bench": "prl.bench", "rl": "prl.rl"}[row.job]
-    where = {
-        "experts": [],
-        "bench": [f"bench.output_json={directory / 'result.json'}", f"output_dir={directory / 'run'}"],
-    }.get(row.job, [f"output_dir={directory / 'run'}"])
-    return [sys.executable, "-m", module, *row.words, *where]
+    where = [] if row.job == "experts" else [f"output_dir={directory / 'run'}"]
+    where += [f"bench.output_json={directory / 'result.json'}"] if row.job == "bench" else []
+    return [sys.executable, "-m", MODULES[row.job], *row.words, *where]
 
 
 def shown(row: Row) -> str:
-    module = {"experts": "prl.bench.experts", "sft": "prl.sft", "bench": "prl.bench", "rl": "prl.rl"}[row.job]
-    return f"python -m {module} {shlex.join(row.words)}"
+    return f"python -m {MODULES[row.job]} {shlex.join(row.words)}"
 
 
 def figures_of(row: Row, directory: Path, output: str) -> dict[str, Any]:

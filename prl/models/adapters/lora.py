@@ -80,10 +80,11 @@ def apply_lora(model: nn.Module, lora: LoraConfig, base_dtype: torch.dtype) -> N
     if missing:
         linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         usual = [name for name in linears if name != "lm_head"]
+        has_conv = any(type(module).__name__ == "Conv1D" for module in model.modules())
         raise UserError(
             f"The model has no LoRA target {', '.join(sorted(missing))}.",
             where=f"memory_recipe.lora.targets=[{','.join(lora.targets)}]",
-            why=f"its linears are: {', '.join(linears)}",
+            why=f"its linears are: {', '.join(linears)}" + "; Conv1D of transformers takes no adapters here" * has_conv,
             fix=f"memory_recipe.lora.targets=[{','.join(usual)}]" if usual else "memory_recipe.lora.rank=0",
         )
 
