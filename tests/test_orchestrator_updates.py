@@ -6,6 +6,8 @@ import contextlib
 import pytest
 from fake_engine import generate, pool_of
 
+from prl.config.errors import PassingError
+from prl.orchestrator.engines.answers import EngineError
 from prl.orchestrator.engines.requests import PAUSE
 
 UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
@@ -73,3 +75,18 @@ def test_who_slept_without_weights_has_new_ones_before_it_may_generate(level, as
 
     for asked in asyncio.run(update()):
         assert asked == [f"sleep?level={level}&mode=keep", *expected]
+
+
+def test_weights_that_somebody_removed_are_told(tmp_path):
+    """They come near no more, and the update finds nothing."""
+
+    async def scenario(path):
+        async with pool_of() as (pool, (engine,)):
+            engine.missing, engine.unknown = 9, "prefetch_weights"
+            await pool.update_weights(4, {"type": "filesystem", "path": str(path), "version": 4})
+
+    with pytest.raises(EngineError, match="the weights cannot be fetched"):
+        asyncio.run(scenario(tmp_path))
+    with pytest.raises(PassingError, match="version 4 are gone") as told:
+        asyncio.run(scenario(tmp_path / "step_4"))
+    assert told.value.where == str(tmp_path / "step_4")

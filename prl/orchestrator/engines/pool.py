@@ -20,7 +20,7 @@ from prl.orchestrator.engines.answers import (
     read_whole,
 )
 from prl.orchestrator.engines.generation import Generation
-from prl.orchestrator.engines.requests import GENERATE, PAUSE, generate_body, update_steps
+from prl.orchestrator.engines.requests import GENERATE, PAUSE, files_missed, generate_body, update_steps
 from prl.orchestrator.engines.turnstile import Turnstile
 from prl.orchestrator.engines.update_clock import UpdateClock
 from prl.planning.vllm_arguments import PREFILL_ONLY
@@ -383,7 +383,8 @@ class EnginePool:
             if update_info.get("type") == NCCL:
                 complete = await self._meet(version, update_info)
             else:
-                await self._load(update_steps(version, update_info), held=update_info.get("type") in HOST_TRANSPORTS)
+                with files_missed(update_info):
+                    await self._load(update_steps(version, update_info), update_info.get("type") in HOST_TRANSPORTS)
             self.version = version
             if not complete:
                 return False

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from prl.config.errors import PassingError
 from prl.config.schema import SamplingConfig
+from prl.orchestrator.engines.answers import EngineError
 from prl.transport.answers import FRAMES, ROUTING_START
 from prl.transport.weights_lora import LORA, load_steps
 
@@ -57,3 +62,20 @@ def update_steps(version: int, update_info: dict[str, Any]) -> list[tuple[str, d
         ("/update_weights", {"update_info": update_info}),
         ("/finish_weight_update", {"weight_version": str(version)}),
     ]
+
+
+@contextlib.contextmanager
+def files_missed(update_info: dict[str, Any]) -> Iterator[None]:
+    """An update of weights that lie in files: PassingError instead of EngineError where it failed for they are gone."""
+    try:
+        yield
+    except EngineError as error:
+        path = update_info.get("path")
+        if update_info.get("type") not in ("filesystem", LORA) or path is None or Path(path).exists():
+            raise
+        raise PassingError(
+            f"The weights of version {update_info.get('version')} are gone before engines had them.",
+            where=str(path),
+            why="engines fetch each version from there, and somebody has removed it",
+            fix="leave weights/ to the run while it runs; the same command resumes",
+        ) from error
