@@ -348,6 +348,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ("llama", {"num_attention_heads": -4}, "num_attention_heads"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
         ("llama", {"num_hidden_layers": True}, "num_hidden_layers"),
+        ("llama", {"rope_parameters": [1, 2]}, "rope_parameters is a list"),
         ("llama", {"num_hidden_layers": 10**6}, "less than or equal to 4096"),
         ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads"),
         ("deepseek_v3", {"norm_topk_prob": None}, "null stands where a value belongs: norm_topk_prob"),

@@ -295,6 +295,9 @@ def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError where both stand there and differ: transformers goes by the second alone, and forgets the first's
     `rope_theta`, which nobody can have meant.
     """
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) and not isinstance(config[key], Mapping):
+            raise ValueError(f"{key} is a {type(config[key]).__name__}, where an object belongs")
     sections = [dict(config.get(key) or {}) for key in ("rope_scaling", "rope_parameters")]
     for section in sections:
         section.setdefault("rope_type", section.pop("type", "default"))
