@@ -430,6 +430,15 @@ def test_layers_of_kinds_that_a_family_has_not_are_told(tmp_path):
     auto(written(tmp_path, "qwen3", layer_types=["full_attention"] * 3), job="sft")
 
 
+@pytest.mark.parametrize(("kind", "begins"), [("phi3", "correct config.json"), ("wat", "a version of transformers")])
+def test_what_transformers_cannot_read_is_for_the_file_to_correct_where_it_knows_the_family(kind, begins, tmp_path):
+    said = AutoConfig.for_model("phi3").to_dict() | {"model_type": kind, "rope_parameters": {"rope_type": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="transformers cannot read config") as caught:
+        build_hf_model(tmp_path, family_card("llama").model_copy(update={"family": "other"}))
+    assert caught.value.fix.startswith(begins)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "why"),
     [("llama", {"hidden_act": "foo"}, "KeyError"), ("qwen3_moe", {"decoder_sparse_step": 0}, "ZeroDivisionError")],

@@ -19,8 +19,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from prl.config.config_json import read_config_json
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
 from prl.config.foreign import (
@@ -222,6 +230,8 @@ def _their_config(path: Path) -> PretrainedConfig:
     except Exception as error:  # unknown families, code of the checkpoint's own, values of other types: each its own
         fix = "a version of transformers that has this family (pip install --upgrade transformers); a checkpoint of "
         fix += f"a family that it has, without code of its own; or one of {', '.join(FAMILIES)}"
+        if str(read_config_json(path).get("model_type")) in CONFIG_MAPPING:
+            fix = f"correct config.json; else {fix}"
         raise _told(error, "transformers cannot read config.json of the checkpoint.", path, fix) from error
 
 
