@@ -263,7 +263,9 @@ def test_buckets_are_as_large_and_as_many_as_told(tmp_path, monkeypatch):
     sizes = {"bucket_mib": 64, "stage_mib": 640, "timeout_s": 7}
     told = (f"weight_transport.{key}={value}" for key, value in sizes.items())
     ctx = context_of(tmp_path / "run", *keys, *told)
-    options = publishing.publisher_of(ctx, SimpleNamespace(is_main=True, device=None, rank=0, size=1))
+    options = publishing.publisher_of(
+        ctx, SimpleNamespace(is_main=True, device=None, rank=0, size=1), torch.nn.Module()
+    )
     assert options.pop("beat")
     assert options == {"num_buckets": 10, "timeout_s": 7.0, "bucket_bytes": 64 << 20, "verify": False}
 

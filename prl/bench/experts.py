@@ -148,14 +148,24 @@ def serve_rank(rank: int, store: str, ranks: int, models: list[str], arguments: 
         sizes = Sizes.of(card_of(model), ranks, arguments.ep)
         if rank == 0:
             print(f"# {model}: {sizes}", flush=True)
-        told: list[list[Measured]] = [[] for _ in range(ranks)]
         found = measure(sizes, arguments.tokens, arguments.repeats, arguments.num_sms, device)
-        dist.all_gather_object(told, found)
+        told = tell_all(found, device)
         if rank == 0:
             print("\n".join(rows_of(model, sizes, told)), flush=True)
         faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def tell_all(found: list[Measured], device: torch.device) -> list[list[Measured]]:
+    """Of each rank, all ways: a collective."""
+    own = torch.tensor([[*one.ms, one.far] for one in found], dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [
+        [Measured(one.way, row[:-1], row[-1]) for one, row in zip(found, rows.tolist(), strict=True)]
+        for rows in gathered
+    ]
 
 
 def rows_of(model: str, sizes: Sizes, told: list[list[Measured]]) -> list[str]:

@@ -45,7 +45,7 @@ from prl.inference.vllm.guarding import Guard, TimedProtocol
 from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
 from prl.models.checkpoints.reading import check_files
 from prl.models.checkpoints.sources import resolve_model_path
-from prl.models.text.tokenizer import BYTE, brings_none, save_byte_tokenizer
+from prl.models.text.tokenizer import is_built_in, save_byte_tokenizer
 from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import cpu_environment, server_arguments, to_argv
 from prl.runtime.process.child import ChildContext
@@ -81,7 +81,7 @@ def prepare(ctx: ChildContext) -> Namespace:
     check_files(path)  # vLLM would say so a minute later
     if sends_weights(config):
         check_form(path)
-    if config.model.tokenizer == BYTE and brings_none(path):
+    if is_built_in(config.model, path):
         config = with_byte_tokenizer(config)
     on_cpu = current_platform.is_cpu()
     for name, value in cpu_environment(config).items() if on_cpu else ():

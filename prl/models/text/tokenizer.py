@@ -33,7 +33,7 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
     is none and it says byte, the byte-level one.
     """
     own = config.tokenizer not in (None, BYTE)
-    if config.tokenizer == BYTE and brings_none(path):
+    if is_built_in(config, path):
         with tempfile.TemporaryDirectory() as place:
             save_byte_tokenizer(Path(place))
             tokenizer = _tokenizer_class(Path(place)).from_pretrained(place)
@@ -59,6 +59,11 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
             "model.tokenizer=byte is for models without a tokenizer; used is the one beside the weights: %s", path
         )
     return tokenizer
+
+
+def is_built_in(config: ModelConfig, path: Path) -> bool:
+    """Whether the run's tokenizer is that of bytes and lies in no directory: the checkpoint at `path` brings none."""
+    return config.tokenizer == BYTE and brings_none(path)
 
 
 def brings_none(path: Path) -> bool:
