@@ -1,6 +1,7 @@
 """Weights from trainer to engines: what arrives is what was sent, and nothing is left behind."""
 
 import errno
+import itertools
 import json
 import os
 import socket
@@ -412,3 +413,21 @@ def test_threads_that_begin_together_share_their_buffers(small_buffers, monkeypa
     with ThreadPoolExecutor(4) as pool:
         found = [future.result() for future in [pool.submit(to_host.pinned_buffers) for _ in range(4)]]
     assert len({id(queue) for queue in found}) == 1
+
+
+def test_bytes_are_summed_once_they_are_there(small_buffers, monkeypatch):
+    """A stretch that takes long, while threads are free for what comes after it."""
+    copy, turn = to_host.np.copyto, itertools.count()
+
+    def slowly(*args):
+        time.sleep(0.1 if next(turn) % 4 == 0 else 0)
+        copy(*args)
+
+    monkeypatch.setattr(to_host.np, "copyto", slowly)
+    monkeypatch.setattr(shelves, "PARCEL_BYTES", 256)
+    monkeypatch.setattr(shelves, "THREADS", 8)
+    monkeypatch.setattr(shelves, "is_elsewhere", lambda part: True)
+    table = Table.of(tensors())
+    (made,), pool = ranks_of(lambda *of: TcpPublisher(LOOPBACK, 5.0, *of), [table.whole()], table)
+    got = dict(receive(publish_all([made], pool, [table.whole()], table, 1)))
+    assert all(torch.equal(got[name], tensor) for name, tensor in tensors(1))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -115,7 +116,8 @@ def _ranks(row: Row) -> int:
 
 def run_row(row: Row, directory: Path) -> dict[str, Any]:
     """Its figures, or {"failed": why}."""
-    directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)  # of an attempt before: a run would resume it
+    directory.mkdir(parents=True)
     log = directory / "output.txt"
     with log.open("w") as file:
         process = subprocess.Popen(command_of(row, directory), stdout=file, stderr=subprocess.STDOUT)
