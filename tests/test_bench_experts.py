@@ -67,3 +67,20 @@ def test_a_way_takes_as_long_as_its_slowest_rank():
     told = [[Measured("a", [1.0, 9.0, 3.0], 0.0)], [Measured("a", [4.0, 2.0, 5.0], 1e-3)]]
     (row,) = rows_of("m", Sizes(4, 2, 16, 8, True), told)
     assert row == "| m: 4, 2, 16, 8 | a | 5.00 | 1e-03 |"
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "ep", "suit"),
+    [
+        ("glm_5_1", 2, 0, True),
+        ("nemotron_3_super", 2, 8, True),
+        ("nemotron_3_super", 2, 0, False),  # 256 experts a rank
+        ("nemotron_3_super", 4, 0, True),
+    ],
+)
+def test_deepep_is_left_out_where_its_kernels_end(model, ranks, ep, suit):
+    assert Sizes.of(card_of(model), ranks, ep).suit_deepep(ranks) is suit
+
+
+def test_deepep_takes_whole_halves_of_rows():
+    assert not Sizes(8, 2, 2056, 768, True).suit_deepep(2)

@@ -286,6 +286,7 @@ DEEPEP = ["parallelism=ep2", "parallelism.ep_comm_backend=deepep", "model.dtype=
         ("rl", [*DEEPEP, "model.card.num_experts=384"], "count 384 experts on 2 ranks"),
         ("rl", [*DEEPEP, "model.card.num_experts=64", "model.card.num_experts_per_tok=33"], "to 33 experts each"),
         ("rl", [*DEEPEP, "model.card.hidden_size=8192"], "rows of 8192 numbers"),
+        ("rl", [*DEEPEP, "model.card.hidden_size=72"], "rows of 72 numbers"),
         ("rl", ["parallelism.ep_pieces=2"], "cannot travel in 2 pieces"),
         ("rl", [*DEEPEP, "parallelism.ep_pieces=2"], "DeepEP cuts by"),
         ("rl", ["model.router_bias_update_rate=0.001"], "other experts than the trainer"),

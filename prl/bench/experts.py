@@ -31,6 +31,7 @@ from torch import Tensor
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
+from prl.config.rules.parallelism import DEEPEP_CHOICES, DEEPEP_EXPERTS, DEEPEP_HIDDEN, DEEPEP_MULTIPLE
 from prl.config.schema import ModelCard
 from prl.models.experts.all_to_all import AllToAllDispatch
 from prl.models.experts.deepep import DeepEPDispatch
@@ -57,6 +58,11 @@ class Sizes:
         gated = FAMILIES[card.family].gated
         return Sizes(experts, card.num_experts_per_tok, card.expert_width, card.moe_intermediate_size, gated)
 
+    def suit_deepep(self, ranks: int) -> bool:
+        """Between ranks of one node, as the rules of configurations have it."""
+        few = self.experts <= DEEPEP_EXPERTS * ranks and self.choices <= DEEPEP_CHOICES
+        return few and self.hidden <= DEEPEP_HIDDEN and self.hidden % DEEPEP_MULTIPLE == 0
+
 
 @dataclass
 class Measured:
@@ -69,11 +75,14 @@ class Measured:
     far: float
 
 
-def ways_of(group: dist.ProcessGroup, device: torch.device, num_sms: int) -> dict[str, Dispatch]:
-    """DeepEP is for GPUs, in bfloat16."""
+def ways_of(group: dist.ProcessGroup, device: torch.device, num_sms: int, sizes: Sizes) -> dict[str, Dispatch]:
+    """DeepEP is for GPUs, in bfloat16, within the bounds of its kernels."""
     ways: dict[str, Dispatch] = {"all-to-all": AllToAllDispatch(group), "2 pieces": AllToAllDispatch(group, 2)}
     if device.type == "cuda" and importlib.util.find_spec("deep_ep") is not None:
-        ways["DeepEP"] = DeepEPDispatch(group, num_sms, None)
+        if sizes.suit_deepep(group.size()):
+            ways["DeepEP"] = DeepEPDispatch(group, num_sms, None)
+        elif group.rank() == 0:
+            print("# DeepEP: beyond what its kernels take (prl/config/rules/parallelism.py)", flush=True)
     return ways
 
 
@@ -107,10 +116,11 @@ def measure(sizes: Sizes, tokens: int, repeats: int, num_sms: int, device: torch
     logits = torch.randn(tokens, sizes.experts, device=device, generator=generator)
     weights, chosen = logits.softmax(-1).topk(sizes.choices)
     dtype = layer.down_proj.dtype
+    weights = weights.to(dtype)  # as a layer's router gives them
     x, grad = (torch.randn(tokens, sizes.hidden, device=device, generator=generator).to(dtype) for _ in range(2))
     first: list[Tensor] = []
     found = []
-    for name, dispatch in ways_of(dist.group.WORLD, device, num_sms).items():
+    for name, dispatch in ways_of(dist.group.WORLD, device, num_sms, sizes).items():
         layer.dispatch = dispatch
         ms, got = [], []
         for number in range(WARMUP + repeats):

@@ -67,7 +67,7 @@ def rows_for(gpus: int, tiny: bool) -> list[Row]:
     of_dense = (f"model={dense}", *RANDOM, "parallelism=auto", f"bench.doc_len={lengths[0]}", *trained)
     rows += [
         Row(f"{dense}, {lengths[0]:,} tokens", "bench", (*of_dense, *recipe))
-        for recipe in (FULL_SIZE, ("memory=lora", "optim=adamw"))
+        for recipe in (FULL_SIZE, ("memory=lora", "optim=adamw", *(() if tiny else ("memory_recipe.compile=true",))))
     ]
     return rows + _rl(gpus, tiny, mixture, fit)
 

@@ -70,8 +70,9 @@ def fitting_ep(config: RunConfig, world: World) -> int:
 
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128)  # expert groups for which every DeepEP 1.x has kernel settings
 # bounds of DeepEP 1.2.1's kernels inside a node (csrc/kernels/intranode.cu): a thread for each expert of a rank in what
-# counts them, a lane for each choice of a token, and half a token's bytes beside a barrier in a warp's 8 KiB
-DEEPEP_EXPERTS, DEEPEP_CHOICES, DEEPEP_HIDDEN = 128, 32, 8184
+# counts them, a lane for each choice of a token, half a token's bytes beside a barrier in a warp's 8 KiB, and halves of
+# whole 16 bytes
+DEEPEP_EXPERTS, DEEPEP_CHOICES, DEEPEP_HIDDEN, DEEPEP_MULTIPLE = 128, 32, 8184, 16
 
 
 deepep_fits_the_mesh = each_of(
@@ -108,6 +109,13 @@ deepep_fits_the_mesh = each_of(
         "DeepEP cannot carry rows of {model.card.expert_width} numbers.",
         where="parallelism.ep_comm_backend=deepep, {model.card.hidden_size=}",
         why=f"its kernels inside a node have 8 KiB for half a row of bfloat16 and a barrier: {DEEPEP_HIDDEN} at most",
+        fix="parallelism.ep_comm_backend=torch",
+    ),
+    Refuse(
+        lambda c, w: w.mesh.ep > 1 and c.model.card.expert_width % DEEPEP_MULTIPLE,
+        "DeepEP cannot carry rows of {model.card.expert_width} numbers.",
+        where="parallelism.ep_comm_backend=deepep, {model.card.hidden_size=}",
+        why=f"its kernels copy rows of bfloat16 in two halves of whole 16 bytes: multiples of {DEEPEP_MULTIPLE}",
         fix="parallelism.ep_comm_backend=torch",
     ),
     Refuse(
