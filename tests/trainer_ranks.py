@@ -153,6 +153,9 @@ def run_job(job: Job) -> dict[str, Any]:
         save(policy, Path(job.save), job.start + job.steps)
     weights = {name: tensor.clone() for name, tensor in hf_tensors(policy.model)}  # adapters are added in
     check_owned(policy, weights)
+    blocks = {name: tensor.clone() for name, tensor in hf_tensors(policy.model, torch.bfloat16, in_blocks=True)}
+    assert {tensor.dtype for tensor in blocks.values()} >= {torch.float8_e4m3fn, torch.float32}
+    check_owned(policy, blocks, torch.bfloat16, in_blocks=True)
     experts = [param for module in parallelize.expert_modules(policy.model) for param in module.parameters()]
     held = sum(local_part(param).numel() * param.element_size() for param in experts)
     found = {"history": history, "weights": weights, "gradients": gradients}
@@ -164,16 +167,20 @@ def slow_down(policy: Policy) -> None:
         layer.project = lambda *inputs, project=layer.project: (time.sleep(0.01), project(*inputs))[1]
 
 
-def check_owned(policy: Policy, weights: dict[str, Tensor]) -> None:
+def check_owned(
+    policy: Policy, weights: dict[str, Tensor], dtype: torch.dtype | None = None, in_blocks: bool = False
+) -> None:
     """What this rank says that it holds of the gathered `weights` it does, and all ranks hold all."""
-    owned = owned_by(policy.model, None, policy.world)
+    owned = owned_by(policy.model, dtype, policy.world, in_blocks)
     assert owned.table.names == list(weights)
+    assert in_blocks is False or owned.table.dtypes == [str(one.dtype)[len("torch.") :] for one in weights.values()]
     assert owned.table.shapes == [list(whole.shape) for whole in weights.values()]
     for box, part in zip(owned.boxes.tolist(), owned.parts(), strict=True):
         number, row, rows, column, columns = box
         whole = weights[owned.table.names[number]]
         matrix = whole.reshape(int(owned.table.rows[number]), int(owned.table.columns[number]))
-        assert torch.equal(part.reshape(rows, columns), matrix[row : row + rows, column : column + columns])
+        part, matrix = part.reshape(rows, columns).to(matrix.dtype), matrix[row : row + rows, column : column + columns]
+        assert torch.equal(part.contiguous().view(torch.uint8), matrix.contiguous().view(torch.uint8))
     everyones: list[Any] = [None] * policy.world.size
     if policy.world.size > 1:
         dist.all_gather_object(everyones, owned.boxes)

@@ -128,7 +128,8 @@ class InferenceConfig(Group):
     dp_load_balancing: Literal["internal", "hybrid", "external"] = "internal"
     expert_parallel: bool = False  # vllm: experts spread over all tp * dp devices of an engine
     all2all_backend: str | None = None  # vllm: its name for how tokens get to experts, say deepep_low_latency
-    quantization: str | None = None  # vllm: its name for the format of weights in the engine, say fp8
+    # vllm: its name for the format of weights in the engine, say fp8. Any: fp8_block, as which the trainer sends them
+    quantization: str | None = None
     deep_gemm: bool | None = None  # vllm: DeepGEMM kernels for FP8; null: as vLLM decides
     env: dict[str, str] = {}  # vllm: environment variables of its processes
     router: RouterConfig = RouterConfig()

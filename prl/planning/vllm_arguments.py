@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from prl.config.block_fp8 import quantization_config, sends_blocks
 from prl.config.cards import shared_choices
 from prl.config.engines import learns_truncated, logprobs_of_kept, own_of, vllm_arguments_of
 from prl.config.families import FAMILIES
@@ -71,7 +72,9 @@ def server_arguments(
     if config.weight_transport.type == "lora":
         rank = next(rank for rank in LORA_RANKS if rank >= config.memory_recipe.lora.rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-    if inference.quantization is not None:
+    if sends_blocks(config):
+        arguments["load_format"] = "dummy"  # the checkpoint is in another form; the trainer brings weights before work
+    elif inference.quantization is not None:
         arguments["quantization"] = inference.quantization
     if connectors := kv_connectors(config, engine):
         arguments["kv_transfer_config"] = connectors
@@ -88,10 +91,13 @@ def server_arguments(
 
 def config_overrides(config: RunConfig) -> dict[str, Any]:
     """What vLLM is to read in config.json beyond what the checkpoint's says: routers' logits in float32, where the
-    trainer has them so and the family's key for it is there; and which layers share keys that one before them chose.
+    trainer has them so and the family's key for it is there; which layers share keys that one before them chose; and
+    that weights come in blocks of FP8.
     """
     family, card = FAMILIES.get(config.model.card.family), config.model.card
-    return {} if family is None else {**family.router_facts(card.router_dtype), **shared_choices(card)}
+    quantised = {"quantization_config": quantization_config(card)} if sends_blocks(config) else {}
+    known = {} if family is None else {**family.router_facts(card.router_dtype), **shared_choices(card)}
+    return {**known, **quantised}
 
 
 def kept_parameters(config: RunConfig) -> dict[str, Any] | None:

@@ -111,8 +111,12 @@ class Staging:
 def fill(bucket: Tensor, runs: list[_Cast]) -> None:
     """`bucket` [n] uint8. On a GPU many travel in one kernel."""
     places = [bucket[run.offset : run.offset + run.count * run.dtype.itemsize].view(run.dtype) for run in runs]
+    values = [run.values() for run in runs]
+    for number, run in enumerate(runs):
+        if run.dtype.itemsize == 1 and run.source.dtype == run.dtype:  # kernels that copy many know few such dtypes
+            places[number], values[number] = places[number].view(torch.uint8), values[number].view(torch.uint8)
     if places:
-        torch._foreach_copy_(places, [run.values() for run in runs], non_blocking=True)
+        torch._foreach_copy_(places, values, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -193,4 +197,6 @@ def _moves(schedule: Schedule, share: Share, message: Message, begins: np.ndarra
     )  # fmt: skip
     for number, tensor, offset, source, row_count, column_count, stride in columns_of:
         if row_count * column_count:
-            yield number, _Move(DTYPES[table.dtypes[tensor]], offset, source, row_count, column_count, stride)
+            dtype = DTYPES[table.dtypes[tensor]]
+            bits = torch.uint8 if dtype.itemsize == 1 else dtype
+            yield number, _Move(bits, offset, source, row_count, column_count, stride)

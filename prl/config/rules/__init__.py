@@ -6,6 +6,7 @@ from prl.config.availability import not_available
 from prl.config.errors import UserError
 from prl.config.rules import (
     bench,
+    block_fp8,
     checkpoint,
     concurrency,
     deployment,
@@ -46,6 +47,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     effects.keys_take_effect,
     rl.there_is_an_engine,
     vllm.vllm_keys_take_effect,
+    block_fp8.blocks_can_be_sent,
     vllm.sleeping_fits_the_engine,
     vllm.routed_experts_are_cached,
     vllm.vllm_arguments_are_free,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prl.config.block_fp8 import sends_blocks
 from prl.config.chosen import said_by_user
 from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.errors import UserError
@@ -61,6 +62,7 @@ def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError
         value, default = getattr(inference, key), getattr(usual, key)
         # what a site says for its vLLM binds no other engine; where engines lie follows from the others in any case
         said = said_by_user(config, f"inference.{key}") if key in ("env", "vllm") else value != default
+        said = said and not (key == "quantization" and sends_blocks(config))  # it computes with the numbers sent
         if said:
             shown = value.model_dump(exclude_defaults=True) if isinstance(value, Group) else value
             remedy = f"inference.{key}={as_override(default)}, or inference=vllm"

@@ -32,6 +32,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from prl.config.block_fp8 import sends_blocks
 from prl.config.config_json import card_of_impl, check_card, read_config_json
 from prl.config.errors import UserError
 from prl.config.quantised import sends_weights, wants_a_copy
@@ -128,7 +129,8 @@ async def serve(ctx: ChildContext, args: Namespace) -> None:
         doors, source = doors_of(ctx.plan, ctx.keys), WeightSource.of(ctx)
         lease = Lease(config, source, engine.resume_generation) if source.leased else None
         application = await make_app(engine, args)
-        app = Guard(application, doors, source, config, has_weights=ctx.restarts == 0, lease=lease)
+        has_weights = ctx.restarts == 0 and not sends_blocks(config)  # else those of a model that was made up
+        app = Guard(application, doors, source, config, has_weights=has_weights, lease=lease)
         assert ctx.listen_socket is not None
         async with serving(app, ctx.listen_socket) as server:
             ctx.ready()

@@ -19,6 +19,7 @@ from prl.config.families import NOTHING
 from prl.config.quantised import without_section
 from prl.config.schema import ModelCard
 from prl.models.adapters.lora import merged_parameters
+from prl.models.checkpoints.block_fp8 import whole_in_blocks
 from prl.models.checkpoints.further_layers import further_layers
 from prl.models.checkpoints.reading import INDEX
 from prl.models.layers.decoder import Decoder
@@ -28,15 +29,19 @@ SHARD_BYTES = 5 << 30
 log = logging.getLogger("prl")
 
 
-def hf_tensors(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(
+    model: Decoder, dtype: torch.dtype | None = None, in_blocks: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Whole checkpoint tensors, adapters added in, gathered one parameter at a time: a collective when the model is
     sharded; else they may be the model's own memory.
 
     dtype: of matrices, None leaves them as they are. Vectors (norms, biases of routers) are small and stay exact.
+    in_blocks: what linear layers and experts multiply by in e4m3, with scales of blocks (`block_fp8.py`).
     """
+    cut = whole_in_blocks if in_blocks else type(model).to_hf
     for name, whole in chain(merged_parameters(model), model.checkpoint_buffers().items()):
         narrows = dtype is not None and whole.ndim > 1 and whole.is_floating_point()
-        yield from model.to_hf(name, whole.to(dtype) if narrows else whole)
+        yield from cut(model, name, whole.to(dtype) if narrows else whole)
 
 
 def export_checkpoint(

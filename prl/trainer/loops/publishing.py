@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from prl.config.block_fp8 import sends_blocks
 from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.models.adapters.peft import peft_config, peft_tensors
 from prl.models.checkpoints.writing import hf_tensors
@@ -110,10 +111,11 @@ class RankWeights:
         """A collective."""
         self.model, self.publisher, self.dtype = model, publisher, wire_dtype(plan)
         self.only_adapters = plan.config.weight_transport.type == "lora"
+        self.in_blocks = sends_blocks(plan.config)
         self.owned: Owned | None = None  # of those that send what they hold
         whole = isinstance(publisher, FilesystemPublisher) and publisher.gather is None  # of an only rank
         if isinstance(publisher, PartsPublisher) and not whole:
-            self.owned = owned_by(model, self.dtype, world)
+            self.owned = owned_by(model, self.dtype, world, self.in_blocks)
             publisher.hold(self.owned.table, self.owned.boxes)
 
     def publish(self, version: int, announce: Announce) -> None:
@@ -123,7 +125,10 @@ class RankWeights:
             self.publisher.publish(version, self.owned.parts(), announce)
             return
         model = self.model
-        tensors = peft_tensors(model, model.card) if self.only_adapters else hf_tensors(model, self.dtype)
+        if self.only_adapters:
+            tensors = peft_tensors(model, model.card)
+        else:
+            tensors = hf_tensors(model, self.dtype, self.in_blocks)
         assert not isinstance(self.publisher, NcclPublisher | TcpPublisher | SharedMemoryPublisher)
         if self.publisher is not None:
             self.publisher.publish(version, tensors, announce)

@@ -1,0 +1,151 @@
+"""Weights for engines that hold matrices in blocks of e4m3 (`prl/config/block_fp8.py`): quantised before they travel.
+
+The numbers are those that training in FP8 multiplies by (`prl/models/fp8/cast.py`), from weights rounded to the dtype
+in which they would travel else. Of a parameter that several ranks hold, a block may lie on two of them: each finds the
+largest magnitudes in its part, the largest of all ranks make the scales, and each casts its part by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prl.config.block_fp8 import BLOCK, SCALE, is_quantised
+from prl.models.fp8.cast import cast_blocks, quantise
+from prl.models.fp8.format import E4M3_MAX, SMALLEST
+
+E4M3 = torch.float8_e4m3fn
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of one parameter [..., N, K]: [..., ceil(N / 128), ceil(K / 128)]."""
+
+    whole: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, rows, columns = self.whole
+        return (*lead, -(-rows // BLOCK), -(-columns // BLOCK))
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @staticmethod
+    def of(views: NamedTensors, whole: torch.Size) -> Grid | None:
+        """`views`: the checkpoint's tensors of a parameter of this shape. None where it travels as it is: by its name,
+        or because a tensor within it begins in the middle of a block.
+        """
+        if len(whole) < 2:
+            return None
+        for name, view in views:
+            *_, row, column = place_in(view, whole)
+            if not is_quantised(name) or view.ndim != 2 or row % BLOCK or column % BLOCK:
+                return None
+        return Grid(tuple(whole))
+
+    def blocks_of(self, view: Tensor) -> tuple[int | slice, ...]:
+        """Which of the grid belong to a tensor that is this `view` of the parameter."""
+        *lead, row, column = place_in(view, torch.Size(self.whole))
+        first, left = row // BLOCK, column // BLOCK
+        rows, columns = (-(-size // BLOCK) for size in view.shape)
+        return (*lead, slice(first, first + rows), slice(left, left + columns))
+
+    def note(self, local: Tensor, offset: tuple[int, ...], largest: Tensor) -> None:
+        """Raise `largest`, of the grid's shape, to the magnitudes of the part `local` that begins at `offset`."""
+        if not local.numel():
+            return
+        padded, place = self._padded(local, offset), self._place(local, offset)
+        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N / 128, 128, K / 128, 128]
+        held = largest[place]
+        held.copy_(torch.maximum(held, blocks.abs().amax((-1, -3)).float()))
+
+    def cast(self, local: Tensor, offset: tuple[int, ...], largest: Tensor) -> Tensor:
+        """The part `local` in e4m3."""
+        if not local.numel():
+            return local.to(E4M3)
+        (rows, above), (columns, left) = (
+            (size, begin % BLOCK) for size, begin in zip(local.shape[-2:], offset[-2:], strict=True)
+        )
+        blocks = self._padded(local, offset).float().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+        values = quantise(blocks, largest[self._place(local, offset)][..., :, None, :, None])
+        values = values.flatten(-2).flatten(-3, -2)
+        return values[..., above : above + rows, left : left + columns].contiguous()
+
+    def _place(self, local: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
+        ends = [begin + size for begin, size in zip(offset, local.shape, strict=True)]
+        lead = [slice(begin, end) for begin, end in zip(offset[:-2], ends[:-2], strict=True)]
+        return (*lead, *(slice(b // BLOCK, -(-e // BLOCK)) for b, e in zip(offset[-2:], ends[-2:], strict=True)))
+
+    def _padded(self, local: Tensor, offset: tuple[int, ...]) -> Tensor:
+        """With zeros around it, so that it begins and ends with whole blocks."""
+        pads: list[int] = []
+        for size, begin in zip(local.shape[:-3:-1], offset[:-3:-1], strict=True):
+            pads += [begin % BLOCK, -(begin + size) % BLOCK]
+        return F.pad(local, pads) if any(pads) else local
+
+
+def fresh(grids: Iterable[Grid], device: torch.device) -> Tensor:
+    """Largest magnitudes of the blocks of all grids, one after another, before any is known."""
+    return torch.full((sum(grid.size for grid in grids),), SMALLEST, device=device)
+
+
+def to_scales(largest: Tensor) -> Tensor:
+    return largest / E4M3_MAX
+
+
+def place_in(view: Tensor, whole: torch.Size) -> list[int]:
+    """Where in a contiguous tensor of shape `whole` a view of it begins."""
+    place, rest = [], view.storage_offset()
+    for dim in range(len(whole)):
+        stride = max(prod(whole[dim + 1 :]), 1)
+        place.append(rest // stride)
+        rest %= stride
+    return place
+
+
+def whole_in_blocks(model: Any, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors of a whole parameter, in the dtype in which it would travel: matrices that are quantised
+    in e4m3, each before its scales; all others as they are.
+    """
+    stand_in = torch.empty(whole.shape, device="meta")
+    views = list(model.to_hf(name, stand_in))
+    grid = Grid.of(views, whole.shape)
+    if grid is None:
+        yield from model.to_hf(name, whole)
+        return
+    scaled = cast_blocks(whole)
+    for (saved, view), (_, values) in zip(views, model.to_hf(name, scaled.values), strict=True):
+        yield saved, values
+        yield saved + SCALE, scaled.scales[grid.blocks_of(view)].contiguous()
+
+
+def restored(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """What comes as e4m3 and scales, multiplied, in float32; all others as they are. A matrix's scales come after it.
+
+    Raises ValueError for one without the other.
+    """
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        stem = name.removesuffix(SCALE)
+        if tensor.dtype == E4M3:
+            waiting[name] = tensor.clone()  # who brings it may reuse its memory for what comes next
+        elif stem != name and stem in waiting:
+            values = waiting.pop(stem).float()
+            expected = [-(-size // BLOCK) for size in values.shape]
+            if list(tensor.shape) != expected:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, and {stem} needs {expected}")
+            spread = tensor.repeat_interleave(BLOCK, 0)[: len(values)].repeat_interleave(BLOCK, 1)
+            yield stem, values.mul_(spread[:, : values.shape[1]])
+        else:
+            yield name, tensor
+    if waiting:
+        raise ValueError(f"{next(iter(waiting))} came in e4m3, and no {SCALE} of it")
