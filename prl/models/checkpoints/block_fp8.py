@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prl.config.block_fp8 import BLOCK, SCALE, is_quantised
-from prl.models.fp8.cast import cast_blocks, quantise
-from prl.models.fp8.format import E4M3_MAX, SMALLEST
+from prl.models.fp8.cast import cast_blocks, quantise, restore_blocks
+from prl.models.fp8.format import E4M3_MAX, SMALLEST, Scaled
 
 E4M3 = torch.float8_e4m3fn
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -129,23 +129,32 @@ def whole_in_blocks(model: Any, name: str, whole: Tensor) -> Iterator[tuple[str,
 
 
 def restored(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """What comes as e4m3 and scales, multiplied, in float32; all others as they are. A matrix's scales come after it.
+    """What comes as e4m3 and scales, in any order, multiplied, in float32; all others as they are.
 
     Raises ValueError for one without the other.
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         stem = name.removesuffix(SCALE)
-        if tensor.dtype == E4M3:
-            waiting[name] = tensor.clone()  # who brings it may reuse its memory for what comes next
-        elif stem != name and stem in waiting:
-            values = waiting.pop(stem).float()
-            expected = [-(-size // BLOCK) for size in values.shape]
-            if list(tensor.shape) != expected:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}, and {stem} needs {expected}")
-            spread = tensor.repeat_interleave(BLOCK, 0)[: len(values)].repeat_interleave(BLOCK, 1)
-            yield stem, values.mul_(spread[:, : values.shape[1]])
-        else:
+        other = name + SCALE if tensor.dtype == E4M3 else stem
+        if other == name:
             yield name, tensor
+        elif other in waiting:
+            values, scales = (tensor, waiting.pop(other)) if stem == name else (waiting.pop(other), tensor)
+            yield stem, _multiplied(stem, values, scales)
+        else:
+            waiting[name] = tensor.clone()  # who brings it may reuse its memory for what comes next
     if waiting:
-        raise ValueError(f"{next(iter(waiting))} came in e4m3, and no {SCALE} of it")
+        alone = next(iter(waiting))
+        other = alone.removesuffix(SCALE) if alone.endswith(SCALE) else alone + SCALE
+        raise ValueError(f"{alone} came without {other}")
+
+
+def _multiplied(name: str, values: Tensor, scales: Tensor) -> Tensor:
+    expected = [-(-size // BLOCK) for size in values.shape]
+    if list(scales.shape) != expected or values.dtype != E4M3:
+        raise ValueError(
+            f"{name} of {values.dtype} and shape {list(values.shape)} needs scales of shape {expected}, and has "
+            f"{list(scales.shape)}"
+        )
+    return restore_blocks(Scaled(values, scales))
