@@ -5,6 +5,7 @@ Limits of a cgroup, as SLURM sets them (`slurm.mem`), are enforced by killing. E
 
 from __future__ import annotations
 
+from prl.config.block_fp8 import sends_blocks
 from prl.config.schema import RunConfig
 from prl.forecast.layers import layers_in_order, root_weights
 from prl.forecast.memory import Bytes, moments_of
@@ -62,4 +63,6 @@ def _published(s: Setting) -> float:
         return 0.0
     everything = sum(layer.dense + layer.experts for layer in layers_in_order(s)) + root_weights(s.card)
     number = FLOAT32 if s.config.model.dtype == "float32" else BF16
+    if sends_blocks(s.config):  # in blocks of FP8, but for embeddings and head
+        return (everything - root_weights(s.card) + root_weights(s.card) * number) / s.mesh.size
     return everything / s.mesh.size * number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prl.config.block_fp8 import sends_blocks
 from prl.forecast.cost import HOST, NIC, NOTHING, NVLINK, Cost
 from prl.forecast.rollout import fleet_of, held
 from prl.forecast.setting import BF16, Setting
@@ -21,7 +22,7 @@ def publication(s: Setting, plan: RunPlan) -> Cost:
     fleets = [fleet for kind in ("both", "prefill", "decode") if (fleet := fleet_of(plan, (kind,))) is not None]
     if not fleets or s.config.weight_transport.type == "lora":
         return NOTHING
-    received = [sum(held(s, fleet)) * BF16 for fleet in fleets]
+    received = [sum(held(s, fleet)) * (1 if sends_blocks(s.config) else BF16) for fleet in fleets]
     wanted = sum(fleet.engines * fleet.devices * size for fleet, size in zip(fleets, received, strict=True))
     sent = wanted / s.mesh.size
     slower = max(sent, *received)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prl.config.block_fp8 import BLOCK, BLOCK_FP8, has_blocks, odd_sizes, sends_blocks
+from prl.config.engines import engine_groups
 from prl.config.errors import UserError
 from prl.config.rules.rule import Refuse, first_of
 from prl.config.schema import RunConfig
@@ -19,12 +20,13 @@ def sizes_are_whole_blocks(config: RunConfig, world: World) -> Iterator[UserErro
     inference = config.inference
     if inference.engine != "vllm":
         return
-    odd = odd_sizes(config.model.card, inference.tp, 1 if inference.expert_parallel else inference.tp)
+    tp = max(group.tp for group in engine_groups(config, world))
+    odd = odd_sizes(config.model.card, tp, 1 if inference.expert_parallel else tp)
     if odd:
         told = ", ".join(f"{what}: {size}" for what, size in odd.items())
         yield UserError(
             f"vLLM cannot cut {config.model.name} into blocks of {BLOCK}.",
-            where=f"{WHERE}, inference.tp={inference.tp}, {told}",
+            where=f"{WHERE}, engines with tp={tp}, {told}",
             why="it joins matrices, and splits them over devices, where blocks end",
             fix=f"{ENGINES_CAST}; or a smaller inference.tp, or inference.expert_parallel=true, where that helps",
         )
