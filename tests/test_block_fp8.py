@@ -14,6 +14,7 @@ from trainer_ranks import Job, run_ranks
 from prl.config import compose
 from prl.config.block_fp8 import SCALE, is_quantised, odd_sizes, quantization_config
 from prl.config.errors import ConfigError
+from prl.models.checkpoints import block_fp8
 from prl.models.checkpoints.block_fp8 import Grid, fresh, restored, to_scales
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.fp8.cast import cast_blocks, restore_blocks
@@ -37,8 +38,10 @@ def same_bits(one, other):
     )
 
 
+@pytest.mark.parametrize("at_once", [1 << 26, 1])
 @pytest.mark.parametrize("shape", [(256, 256), (300, 200), (1, 129), (3, 140, 270), (127, 5)])
-def test_parts_cut_anywhere_give_the_blocks_of_the_whole(shape):
+def test_parts_cut_anywhere_give_the_blocks_of_the_whole(shape, at_once, monkeypatch):
+    monkeypatch.setattr(block_fp8, "AT_ONCE", at_once)
     rng, generator = random.Random(str(shape)), torch.Generator().manual_seed(len(shape))
     whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
     expected = cast_blocks(whole)

@@ -21,6 +21,7 @@ from prl.models.fp8.cast import cast_blocks, quantise, restore_blocks
 from prl.models.fp8.format import E4M3_MAX, SMALLEST, Scaled
 
 E4M3 = torch.float8_e4m3fn
+AT_ONCE = 1 << 26  # numbers
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
@@ -69,9 +70,13 @@ class Grid:
         held.copy_(torch.maximum(held, blocks.abs().amax((-1, -3)).float()))
 
     def cast(self, local: Tensor, offset: tuple[int, ...], largest: Tensor) -> Tensor:
-        """The part `local` in e4m3."""
+        """The part `local` in e4m3. Of stacked matrices some at a time: between are four bytes a number."""
         if not local.numel():
             return local.to(E4M3)
+        if local.ndim > 2 and len(local) > 1 and local.numel() > AT_ONCE:
+            step = max(AT_ONCE * len(local) // local.numel(), 1)
+            pieces = zip(range(0, len(local), step), local.split(step), strict=True)
+            return torch.cat([self.cast(piece, (offset[0] + i, *offset[1:]), largest) for i, piece in pieces])
         (rows, above), (columns, left) = (
             (size, begin % BLOCK) for size, begin in zip(local.shape[-2:], offset[-2:], strict=True)
         )
