@@ -22,6 +22,7 @@ from aiohttp import web
 from prl.inference.lease import Lease
 from prl.inference.requests import read_object
 from prl.inference.worker import EngineWorker
+from prl.models.checkpoints.block_fp8 import restored
 from prl.transport.kinds import DEVICE_TRANSPORTS, PREFETCH, PREFETCHED
 from prl.transport.sources import WeightSource
 from prl.transport.weights import NamedTensors, receive, stage
@@ -42,7 +43,7 @@ class WeightUpdate:
             return
         self.forget()
         asked = self.asked
-        found = await asyncio.to_thread(lambda: list(receive(info, self.verify_checksum)))
+        found = await asyncio.to_thread(lambda: list(restored(receive(info, self.verify_checksum))))
         if asked == self.asked:
             self.near = info, found
 
@@ -51,7 +52,7 @@ class WeightUpdate:
         near, self.near = self.near, None  # whatever it is of, it has no further use
         if near is not None and near[0] == info:
             return near[1]
-        return list(receive(info, self.verify_checksum))
+        return list(restored(receive(info, self.verify_checksum)))
 
     def forget(self) -> None:
         """What came near for an update that does not come, or is still on its way."""
