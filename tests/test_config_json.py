@@ -371,6 +371,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ("llama", {"sliding_window": 0}, "sliding_window is 0"),
         ("nemotron_h", {"chunk_size": -1}, "chunk_size is -1"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for"),
+        ("glm4_moe", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1, where"),
+        ("deepseek_v3", {"num_nextn_predict_layers": "one"}, 'num_nextn_predict_layers is "one", where'),
     ],
 )
 @pytest.mark.parametrize("impl", ["custom", "hf"])
@@ -401,6 +403,8 @@ def test_sizes_of_families_of_transformers_alone_are_looked_at_too(tmp_path):
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "there are 2 experts"),
         ({"model_type": "mistral", "sliding_window": -4}, "sliding_window is -4"),
         ({"model_type": "gpt_neox", "num_attention_heads": 0}, "num_attention_heads"),
+        ({"model_type": "opt", "ffn_dim": -4}, "ffn_dim is -4, where"),
+        ({"model_type": "gpt2", "n_inner": 1.5}, "n_inner is 1.5, where"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(sizes | said))

@@ -45,6 +45,13 @@ FOREIGN_NAMES = {
 EXPERTS = (*OTHER_NAMES["num_experts"], "num_experts")  # what checkpoints call their number, of any family
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token")  # and how many of them a token goes to
 NEVER_NULL = ("norm_topk_prob", "routed_scaling_factor", "tie_word_embeddings", "rms_norm_eps")  # null is no silence
+# layers that predict further tokens, by their number, as DeepSeek, GLM and Nemotron call it; Qwen; MiniMax
+FURTHER = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+# how many or how wide, of families that transformers' own code runs, too; null is silence
+NOT_BELOW_0 = (
+    *FURTHER,
+    *("ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "word_embed_proj_dim"),
+)
 SIZES_ABOVE_0 = ("sliding_window", "attention_chunk_size", "chunk_size")  # in tokens, where a model has such a thing
 COUNTS = ("rotary_dim", "first_k_dense_replace", "index_topk_freq", "index_skip_topk_offset")  # read besides
 
@@ -233,6 +240,9 @@ def _refuse_impossible(config: Mapping[str, Any], family: Family) -> None:
         is_off = key == "sliding_window" and config.get("use_sliding_window") is False
         if not is_off and isinstance(size := config.get(key), int) and not isinstance(size, bool) and size < 1:
             raise ValueError(f"{key} is {size}, and it is a number of tokens")
+    for key in NOT_BELOW_0:
+        if (size := config.get(key)) is not None and (type(size) is not int or size < 0):
+            raise ValueError(f"{key} is {json.dumps(size)}, where a whole number from 0 on belongs")
     if nothing := [key for key in NEVER_NULL if family.architecture and key in config and config[key] is None]:
         raise ValueError(f"null stands where a value belongs: {', '.join(nothing)}")
     layers = next((config[name] for name in _names("num_hidden_layers", Family("")) if config.get(name)), None)

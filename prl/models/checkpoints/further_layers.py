@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prl.config.cards import text_config
+from prl.config.cards import FURTHER, text_config
 from prl.config.config_json import read_config_json
 from prl.config.errors import UserError
 from prl.models.checkpoints.dequantising import Dequantised
 from prl.models.checkpoints.reading import open_tensors
 from prl.models.layers.decoder import Decoder
 
-# names of config.json for their number: DeepSeek, GLM, Nemotron; Qwen; MiniMax
-COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 ABOUT = ("mtp_", "use_mtp")  # how further keys about them begin
 log = logging.getLogger("prl")
 
@@ -65,7 +63,7 @@ def further_layers(model: Decoder, source: Path) -> Iterator[FurtherLayers]:
 def _said(config: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """Keys of config.json that agree with the files: counts are 0 where these have no such layers."""
     if not names:
-        return {key: 0 for key in COUNTS if config.get(key)}
-    said = {key: value for key, value in config.items() if key in COUNTS or key.startswith(ABOUT)}
+        return {key: 0 for key in FURTHER if config.get(key)}
+    said = {key: value for key, value in config.items() if key in FURTHER or key.startswith(ABOUT)}
     layers = {match[1] for name in names if (match := re.search(r"\blayers\.(\d+)\.", name))}
-    return said if any(said.get(key) for key in COUNTS) else {**said, COUNTS[0]: max(len(layers), 1)}
+    return said if any(said.get(key) for key in FURTHER) else {**said, FURTHER[0]: max(len(layers), 1)}
