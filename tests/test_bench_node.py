@@ -34,8 +34,27 @@ def test_eight_gpus_have_what_was_asked_for():
         ("prl.bench", "model=qwen3_4b", "memory=lora"),
         ("prl.rl", "parallelism=ep8_cp2", "memory=tight", "deployment=colocated"),
         ("prl.rl", "weight_transport=nccl", "inference.expert_parallel=true", "return_routed_experts=true"),
+        ("prl.rl", "return_routed_experts=true", "# inference/0 is killed in the middle"),
+        ("prl.rl", "inference.pd.num_prefill_gpus=2", "inference.tp=2"),
     ):
         assert any(all(word in command for word in words) for command in commands), words
+
+
+def test_an_engine_that_did_not_come_back_is_no_row(tmp_path):
+    metrics = tmp_path / "run/metrics"
+    metrics.mkdir(parents=True)
+    step = {"step": 1, "step_s": 1.0, "publish_s": 0.1, "wait_for_batch_s": 0.5, "mismatch_kl_mean": 0.0}
+    (metrics / "trainer.0.jsonl").write_text(json.dumps(step) + "\n")
+    row = Row("RL, apart", "rl", ("a=1",), kills="inference/0")
+    steps = [{"step": number, "engine_restarts": 0, "since_last_step_s": 1.0} for number in (1, 2)]
+    for restarts in (0, 1):
+        steps[-1] |= {"engine_restarts": restarts, "since_last_step_s": 7.25}
+        (metrics / "orchestrator.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+        figures = figures_of(row, tmp_path, "")
+        if restarts:
+            assert told(row, figures, None).endswith("; inference/0 killed, 1 restart, longest step 7.2 s")
+        else:
+            assert told(row, figures, None) == "failed: inference/0 was not killed, or did not come back"
 
 
 SINGLE = Row("equality", "sft", ("a=1",))

@@ -10,23 +10,30 @@ tiny models, on CPUs too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from prl.bench.node_rows import Job, Row, rows_for
 from prl.metrics.reader import read_rows
+from prl.runtime.directory.files import read_object
 
 LIMIT_S: dict[Job, float] = {"experts": 300, "sft": 200, "bench": 400, "rl": 900}  # beyond it a row is given up
 LEAST_S: dict[Job, float] = {"experts": 40, "sft": 25, "bench": 60, "rl": 240}  # what one is taken to need
 MODULES: dict[Job, str] = {"experts": "prl.bench.experts", "sft": "prl.sft", "bench": "prl.bench", "rl": "prl.rl"}
 CLOSE = 1e-4  # of losses of layouts, relative
+LOOK_S = 0.1  # between looks at how far a run is
 HEAD = "| command | figures | forecast |\n|---|---|---|"
 
 
@@ -38,7 +45,8 @@ def command_of(row: Row, directory: Path) -> list[str]:
 
 
 def shown(row: Row) -> str:
-    return f"python -m {MODULES[row.job]} {shlex.join(row.words)}"
+    killed = f"  # {row.kills} is killed in the middle" if row.kills else ""
+    return f"python -m {MODULES[row.job]} {shlex.join(row.words)}{killed}"
 
 
 def figures_of(row: Row, directory: Path, output: str) -> dict[str, Any]:
@@ -59,6 +67,12 @@ def figures_of(row: Row, directory: Path, output: str) -> dict[str, Any]:
     later = steps[1:] or steps  # the first compiles
     found = {key: statistics.median(step[key] for step in later) for key in ("step_s", "publish_s", "wait_for_batch_s")}
     mismatch = statistics.fmean(step["mismatch_kl_mean"] for step in steps)
+    if row.kills:
+        rounds = [step for step in read_rows(directory / "run", "orchestrator") if "engine_restarts" in step]
+        found["restarts"] = rounds[-1]["engine_restarts"]
+        if not found["restarts"]:
+            return {"failed": f"{row.kills} was not killed, or did not come back"}
+        found["longest_s"] = max(step["since_last_step_s"] for step in rounds[1:])
     return {**found, "idle": found["wait_for_batch_s"] / found["step_s"], "mismatch_kl": mismatch, "steps": len(steps)}
 
 
@@ -76,9 +90,12 @@ def told(row: Row, figures: dict[str, Any], reference: list[float] | None) -> st
         return f"losses {', '.join(f'{loss:.6f}' for loss in figures['losses'])}" + (
             "" if far is None else f"; {far:.0e} from one process{'' if far <= CLOSE else ': TOO FAR'}"
         )
+    killed = ""
+    if row.kills:
+        killed = f"; {row.kills} killed, {figures['restarts']} restart, longest step {figures['longest_s']:.1f} s"
     return (
         f"{figures['steps']} steps of {figures['step_s']:.2f} s, publication {figures['publish_s']:.2f} s, "
-        f"trainer idle {figures['idle']:.0%}, mismatch KL {figures['mismatch_kl']:.1e}"
+        f"trainer idle {figures['idle']:.0%}, mismatch KL {figures['mismatch_kl']:.1e}{killed}"
     )
 
 
@@ -121,6 +138,10 @@ def run_row(row: Row, directory: Path) -> dict[str, Any]:
     log = directory / "output.txt"
     with log.open("w") as file:
         process = subprocess.Popen(command_of(row, directory), stdout=file, stderr=subprocess.STDOUT)
+        if row.kills:
+            threading.Thread(
+                target=kill_in_the_middle, args=[row.kills, directory / "run", process], daemon=True
+            ).start()
         try:
             code = process.wait(LIMIT_S[row.job])
         except subprocess.TimeoutExpired:
@@ -139,6 +160,17 @@ def run_row(row: Row, directory: Path) -> dict[str, Any]:
         return figures_of(row, directory, output)
     except (OSError, KeyError, ValueError) as error:
         return {"failed": f"it left no figures: {type(error).__name__} {error}; see {log}"}
+
+
+def kill_in_the_middle(role: str, run_dir: Path, process: subprocess.Popen[bytes]) -> None:
+    """Once half of the run's steps are done; where it ends before, nothing."""
+    while process.poll() is None:
+        status = read_object(run_dir / "status.json") or {}
+        if 2 * (status.get("step") or 0) >= (status.get("max_steps") or math.inf):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(status["roles"][role]["pid"], signal.SIGKILL)
+            return
+        time.sleep(LOOK_S)
 
 
 def read_found(directory: Path) -> dict[str, dict[str, Any]]:

@@ -16,11 +16,12 @@ EQUAL = ("model.dtype=float32", "seq_len=512", "max_steps=3", "optim=adamw", "op
 
 @dataclass(frozen=True)
 class Row:
-    """One command. `part`: of the table; `words`: after the job's own."""
+    """One command. `part`: of the table; `words`: after the job's own; `kills`: a role that is killed in the middle."""
 
     part: str
     job: Job
     words: tuple[str, ...]
+    kills: str = ""
 
 
 def layouts(gpus: int) -> dict[str, tuple[str, ...]]:
@@ -73,7 +74,9 @@ def rows_for(gpus: int, tiny: bool) -> list[Row]:
 
 
 def _rl(gpus: int, tiny: bool, mixture: str, fit: dict[str, tuple[str, ...]]) -> list[Row]:
-    """Colocated with the widest layout, then half of the GPUs for each side, without and with replay."""
+    """Colocated with the widest layout, then half of the GPUs for each side: without and with replay, with an engine
+    that is killed, and with prefill and decode apart.
+    """
     steps = ("max_steps=3", "algo.batch_size=16", "algo.group_size=4") if tiny else ("max_steps=20",)
     every = (f"model={mixture}", *RANDOM, *steps, "warm_start=none", "eval=none", "ckpt=none", "optim=adamw")
     every += () if tiny else ("inference=vllm",)
@@ -88,8 +91,15 @@ def _rl(gpus: int, tiny: bool, mixture: str, fit: dict[str, tuple[str, ...]]) ->
         wide = (f"inference.tp={half}", "inference.expert_parallel=true") if half > 1 else ()
         engines = () if tiny else ("weight_transport=nccl", *wide)
         recipe = "memory=none" if tiny else "memory=balanced"
-        rows += [
-            Row("RL, apart", "rl", (*every, recipe, *sides, *widest, *engines, f"inference.return_routed_experts={on}"))
-            for on in ("false", "true")
-        ]
+        of_sides = (*every, recipe, *sides, *widest, *engines)
+        replays = [(*of_sides, f"inference.return_routed_experts={on}") for on in ("false", "true")]
+        rows += [Row("RL, apart", "rl", words) for words in replays]
+        longer = tuple("max_steps=40" if word.startswith("max_steps=") else word for word in replays[1])
+        rows += [Row("RL, apart", "rl", longer if tiny else replays[1], kills="inference/0")]
+        if not tiny and half > 1:  # two kinds of engines, each on a quarter of the node
+            kinds = (f"inference.pd.num_prefill_gpus={half // 2}", f"inference.tp={half // 2}")
+            spread = ("inference.expert_parallel=true",) if half > 2 else ()
+            rows += [
+                Row("RL, apart", "rl", (*every, recipe, *sides, *widest, "weight_transport=nccl", *kinds, *spread))
+            ]
     return rows
