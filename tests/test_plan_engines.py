@@ -168,7 +168,7 @@ NODES = ["deployment=multi_node", "deployment.gpus_per_node=8", "deployment.num_
         ([*MOE, *APART, "inference.pd.prefill.vllm.dtype=half"], "remove inference.pd.prefill.vllm.dtype"),
         ([*MOE, "inference.vllm.headless=true"], "remove inference.vllm.headless"),
         ([*APART], "inference=vllm, or leave inference.pd out"),
-        (["inference.quantization=fp8"], "inference.quantization=null, or inference=vllm"),
+        (["inference.quantization=fp8"], "inference.quantization=null, or fp8_block, or inference=vllm"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_to_do(overrides: list[str], message: str) -> None:

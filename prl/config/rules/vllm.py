@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prl.config.block_fp8 import sends_blocks
+from prl.config.block_fp8 import BLOCK_FP8, sends_blocks
 from prl.config.chosen import said_by_user
 from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.errors import UserError
@@ -66,7 +66,9 @@ def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError
         if said:
             shown = value.model_dump(exclude_defaults=True) if isinstance(value, Group) else value
             remedy = f"inference.{key}={as_override(default)}, or inference=vllm"
-            if key == "deep_gemm":
+            if key == "quantization":
+                remedy = f"inference.quantization=null, or {BLOCK_FP8}, or inference=vllm"
+            elif key == "deep_gemm":
                 remedy += " inference.quantization=fp8"
             elif isinstance(value, Group | dict):
                 remedy = f"inference=vllm, or leave inference.{key} out"
