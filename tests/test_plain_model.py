@@ -80,7 +80,11 @@ def test_it_is_written_as_a_model_by_itself(tmp_path):
     with torch.device("meta"):
         model = build_decoder(card)
     write_plain(model, source, target, torch.bfloat16)
-    assert not wants_a_copy(config_of(target), target)
+    run = compose([])
+    assert not wants_a_copy(run, config_of(target), target)
+    blocks = compose(["inference.quantization=fp8_block"])
+    assert wants_a_copy(run, config_of(source), source)
+    assert wants_a_copy(blocks, config_of(source), source), "its tensors have other names"
     assert config_of(target)["architectures"] == ["DeepseekV3ForCausalLM"]
     plain, held = all_tensors(target), held_by(source, card)
     assert plain.keys() == held.keys()
@@ -114,6 +118,12 @@ def test_who_wants_it():
     assert sends_weights(compose(vllm, "inference"))
     assert not sends_weights(compose(vllm, "eval"))  # as it is published
     assert not sends_weights(compose(["model=tiny_qwen3"]))
+
+
+def test_vllm_loads_no_checkpoint_where_weights_come_in_blocks(tmp_path):
+    quantised_qwen3(tmp_path)
+    assert wants_a_copy(compose([]), config_of(tmp_path), tmp_path)
+    assert not wants_a_copy(compose(["inference.quantization=fp8_block"]), config_of(tmp_path), tmp_path)
 
 
 def quantised_qwen3(path, **card):
@@ -295,4 +305,4 @@ def test_vllm_refuses_one_that_was_not_written_anew(tmp_path):
 
     quantised_qwen3(tmp_path)
     with pytest.raises(UserError, match="in another form than it is sent"):
-        check_form(tmp_path)
+        check_form(compose([]), tmp_path)

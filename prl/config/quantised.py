@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from prl.config.block_fp8 import sends_blocks
 from prl.config.cards import is_part_of_a_larger_model
 from prl.config.errors import UserError
 from prl.config.schema import RunConfig
@@ -79,11 +80,14 @@ def sends_weights(config: RunConfig) -> bool:
     return of_a_policy and config.inference.engine == "vllm" and not config.inference.urls
 
 
-def wants_a_copy(config: Mapping[str, Any], directory: Path) -> bool:
-    """Whether vLLM would load the checkpoint in `directory`, with this config.json, in another form than it is sent
+def wants_a_copy(run: RunConfig, config: Mapping[str, Any], directory: Path) -> bool:
+    """Whether vLLM would load the checkpoint in `directory`, with this config.json, in another form than this run sends
     weights. Raises UserError for a quantisation that is not read.
+
+    Where weights come in blocks of FP8, vLLM loads none, and goes by what it is told of their form.
     """
-    return quantisation_of(config, directory / "config.json") is not None or is_part_of_a_larger_model(config)
+    is_quantised = quantisation_of(config, directory / "config.json") is not None
+    return (is_quantised and not sends_blocks(run)) or is_part_of_a_larger_model(config)
 
 
 def local_copy_wanted(config: RunConfig) -> Path | None:
@@ -95,7 +99,7 @@ def local_copy_wanted(config: RunConfig) -> Path | None:
         said = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):  # the roles will say so
         return None
-    return directory if isinstance(said, dict) and wants_a_copy(said, directory) else None
+    return directory if isinstance(said, dict) and wants_a_copy(config, said, directory) else None
 
 
 def _block_fp8(section: Mapping[str, Any], file: Path) -> Quantisation:

@@ -41,7 +41,7 @@ def plain_model(
     """
     directory = _directory_of(plan.config, source) if sends_weights(plan.config) else None
     config = None if directory is None else read_object(directory / "config.json")
-    if directory is None or config is None or not wants_a_copy(config, directory):
+    if directory is None or config is None or not wants_a_copy(plan.config, config, directory):
         return source, None
     cached = plain_dir(plan.config, directory)
     if cached.is_dir():

@@ -81,7 +81,7 @@ def prepare(ctx: ChildContext) -> Namespace:
     check_card(path, card_of_impl(config.model))
     check_files(path)  # vLLM would say so a minute later
     if sends_weights(config):
-        check_form(path)
+        check_form(config, path)
     if is_built_in(config.model, path):
         config = with_byte_tokenizer(config)
     on_cpu = current_platform.is_cpu()
@@ -151,9 +151,9 @@ def check_platform(device: str) -> None:
     )
 
 
-def check_form(path: Path) -> None:
+def check_form(config: RunConfig, path: Path) -> None:
     """Raises UserError for a checkpoint that vLLM would load in another form than the trainer sends."""
-    if wants_a_copy(read_config_json(path), path):
+    if wants_a_copy(config, read_config_json(path), path):
         raise UserError(
             "vLLM would load this checkpoint in another form than it is sent.",
             where=str(path),

@@ -69,7 +69,7 @@ class Leased:
         config = config_of(args, engine.vllm_config)
         check_family(config)
         check_capture(config.inference.return_routed_experts)
-        check_form(resolve_model_path(config.model, Path(config.cache_dir)))
+        check_form(config, resolve_model_path(config.model, Path(config.cache_dir)))
         check_overrides(args, config)
         await name_first_weights(engine, FIRST_VERSION)
         if (handler := getattr(state, "serving_tokens", None)) is not None:
