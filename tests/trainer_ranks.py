@@ -60,7 +60,7 @@ class Job:
     save: str | None = None  # run directory to save to at the end
     bad: list[int] = field(default_factory=list)  # steps in which the gradients of the first rank are NaN
     left_out: list[int] = field(default_factory=list)  # steps that are not taken at all
-    slow: bool = False  # whether the last rank's projections take 10 ms more
+    slow: bool = False  # whether the last rank's projections take 40 ms more
     gradients: bool = False  # those of the first step are a part of the result
 
 
@@ -164,7 +164,7 @@ def run_job(job: Job) -> dict[str, Any]:
 
 def slow_down(policy: Policy) -> None:
     for layer in policy.model.layers:
-        layer.project = lambda *inputs, project=layer.project: (time.sleep(0.01), project(*inputs))[1]
+        layer.project = lambda *inputs, project=layer.project: (time.sleep(0.04), project(*inputs))[1]
 
 
 def check_owned(

@@ -27,12 +27,11 @@ def claim():
     if came[0] != int(COUNT or 1):
         return False
     try:
-        with open(FOLDER / "reached.partial", "x") as file:
-            file.write(str(os.getpid()))
+        (FOLDER / "taken").touch(exist_ok=False)  # before anybody hears of it: who does may kill this process
     except FileExistsError:
         return False
+    (FOLDER / "reached.partial").write_text(str(os.getpid()))
     os.rename(FOLDER / "reached.partial", FOLDER / "reached")
-    (FOLDER / "reached.partial").touch()  # stays taken
     return True
 
 
