@@ -21,7 +21,13 @@ QUANTISED = frozenset(
     )
 )
 # of a layer, what vLLM would quantise as well; it compares whole names
-KEPT = ("mlp.gate", "self_attn.indexer.wq_b", "self_attn.indexer.wk", "self_attn.indexer.weights_proj")
+KEPT = (
+    "mlp.gate",
+    "block_sparse_moe.gate",
+    "self_attn.indexer.wq_b",
+    "self_attn.indexer.wk",
+    "self_attn.indexer.weights_proj",
+)
 
 
 def sends_blocks(config: RunConfig) -> bool:

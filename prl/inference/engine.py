@@ -29,7 +29,6 @@ from prl.inference.sampling import (
     sequence_seed,
 )
 from prl.inference.sequences import Request, Sequence
-from prl.models.checkpoints.block_fp8 import restored
 from prl.models.checkpoints.reading import load_weights
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.decoder import Decoder
@@ -132,7 +131,7 @@ class TorchEngine:
         else:
             self.reset_prefix_cache()  # also makes slots, and so batches, those of an engine that just started
         try:
-            load_weights(self.model, restored(tensors))
+            load_weights(self.model, tensors)
         except ValueError:
             self.has_weights = False  # some tensors may have been copied before
             raise

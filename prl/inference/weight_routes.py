@@ -43,7 +43,7 @@ class WeightUpdate:
             return
         self.forget()
         asked = self.asked
-        found = await asyncio.to_thread(lambda: list(restored(receive(info, self.verify_checksum))))
+        found = await asyncio.to_thread(self._receive, info)
         if asked == self.asked:
             self.near = info, found
 
@@ -52,6 +52,10 @@ class WeightUpdate:
         near, self.near = self.near, None  # whatever it is of, it has no further use
         if near is not None and near[0] == info:
             return near[1]
+        return self._receive(info)
+
+    def _receive(self, info: dict[str, Any]) -> NamedTensors:
+        """All of a version, as the model has it."""
         return list(restored(receive(info, self.verify_checksum)))
 
     def forget(self) -> None:
@@ -97,7 +101,7 @@ def add_weight_routes(
         info = source.check(_object(await read_object(http), "update_info"))
         with _fetching():
             if info["type"] in DEVICE_TRANSPORTS:  # it arrives when it is loaded
-                staged.append(chain.from_iterable(stage(info, device=worker.engine.device)))
+                staged.append(restored(chain.from_iterable(stage(info, device=worker.engine.device))))
             else:
                 staged.append(await asyncio.to_thread(update.fetch, info))
         return web.json_response({"message": "Weights updated"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prl.config.block_fp8 import BLOCK
 from prl.config.config_json import FOREIGN
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, OPTIONAL, Family
@@ -325,9 +326,6 @@ def attention_kernels_fit(config: RunConfig, world: World) -> Iterator[UserError
         )
 
 
-FP8_BLOCK = 128
-
-
 def fp8_fits_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
     """DeepGEMM's kernels; the emulated ones take any size and any dtype."""
     model = config.model
@@ -354,11 +352,11 @@ def fp8_fits_the_model(config: RunConfig, world: World) -> Iterator[UserError]:
         "moe_shared_expert_intermediate_size": card.moe_shared_expert_intermediate_size,
         "mamba_num_heads * mamba_head_dim": card.mamba_num_heads * card.mamba_head_dim,
     }
-    uneven = {name: size for name, size in sizes.items() if size % FP8_BLOCK}
+    uneven = {name: size for name, size in sizes.items() if size % BLOCK}
     if uneven:
         yield UserError(
-            f"{config.model.name} cannot be cut into blocks of {FP8_BLOCK}.",
+            f"{config.model.name} cannot be cut into blocks of {BLOCK}.",
             where=", ".join(f"model.card: {name}={size}" for name, size in uneven.items()),
-            why=f"DeepGEMM scales weights in blocks of {FP8_BLOCK}x{FP8_BLOCK}, and pads tokens only",
+            why=f"DeepGEMM scales weights in blocks of {BLOCK}x{BLOCK}, and pads tokens only",
             fix="model.fp8=none, or model.fp8=emulated for tests",
         )

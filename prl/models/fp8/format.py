@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-BLOCK = 128
+from prl.config import block_fp8
+
+BLOCK = block_fp8.BLOCK
 E4M3_MAX = 448.0
 SMALLEST = 1e-30  # largest magnitude that a block is taken to have at least: a block of zeros needs a scale, too
 
