@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -424,3 +426,39 @@ def test_the_experts_that_vllm_chooses_replay_in_the_trainer(config: RunConfig, 
     assert float(measured["tokens"]) == 256 * 24
     assert float(measured["rerouted"]) < 1e-3
     assert float(measured["largest KL with"]) < 1e-6
+
+
+FORKING = """
+import os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from prl.config import compose
+from prl.inference.vllm.server import prepare
+from prl.planning import make_plan
+
+plan = make_plan(compose(sys.argv[1:], config_name="inference"))
+torch.set_num_threads(4)
+role = plan.servers()[0]
+prepare(SimpleNamespace(plan=plan, role=role, init_model_path=None, endpoints={role.name: "http://127.0.0.1:1"}))
+assert torch.get_num_threads() == 4
+child = os.fork()
+if child == 0:
+    torch.zeros(512, 1024)  # as the first that vLLM's engine makes: large enough for several threads
+    os._exit(0)
+deadline = time.monotonic() + 20
+while not os.waitpid(child, os.WNOHANG)[0]:
+    if time.monotonic() > deadline:
+        os.kill(child, 9)
+        raise SystemExit("the fork hangs")
+    time.sleep(0.05)
+"""
+
+
+def test_an_engine_forked_after_a_model_was_made_computes(tmp_path: Path) -> None:
+    """On GPUs vLLM forks its engine; this server makes the model before it, if nobody has."""
+    large = ["model=qwen3_0_6b", "model.path=null", "model.tokenizer=byte", "model.card.num_hidden_layers=1"]
+    args = ["inference=vllm", f"cache_dir={tmp_path}/cache", *large, "model.card.vocab_size=1024"]
+    done = subprocess.run([sys.executable, "-c", FORKING, *args], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "cache" / "models").iterdir()), "no model was made"

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import uvicorn
 import uvloop
 from fastapi import FastAPI
@@ -77,7 +78,8 @@ def prepare(ctx: ChildContext) -> Namespace:
     check_family(config)
     check_capture(config.inference.return_routed_experts)
     check_expert_ranks(ctx.role, config.model.card.num_experts)
-    path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
+    with on_one_thread():
+        path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
     check_card(path, card_of_impl(config.model))
     check_files(path)  # vLLM would say so a minute later
     if sends_weights(config):
@@ -88,6 +90,19 @@ def prepare(ctx: ChildContext) -> Namespace:
     for name, value in cpu_environment(config).items() if on_cpu else ():
         os.environ.setdefault(name, value)
     return parse_arguments(server_arguments(config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old()))
+
+
+@contextlib.contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Make a model with one thread. vLLM forks its engine from this process, and OpenMP's threads do not come along:
+    had torch begun some here, the engine's first larger operation would wait for them for ever.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def with_byte_tokenizer(config: RunConfig) -> RunConfig:
