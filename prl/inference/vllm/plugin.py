@@ -15,7 +15,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from prl.config.errors import UserError
-from prl.inference.vllm.versions import transfer_engine
+from prl.inference.vllm.versions import pass_over_flash_attention_4, transfer_engine
 from prl.planning.vllm_arguments import BACKEND
 from prl.runtime.external import MIDDLEWARE
 from prl.transport.sources import VARIABLE, WeightSource
@@ -24,10 +24,11 @@ KEY = "PRL_CONTROL_KEY"  # the variable that holds the control key of a plain `v
 
 
 def register() -> None:
-    """Make our weight transfer known to vLLM. May run more than once in a process."""
+    """Make our weight transfer known to vLLM, and flash-attn-4 harmless to it. May run more than once in a process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     lend()
+    pass_over_flash_attention_4()
     with contextlib.suppress(ValueError):  # it is registered already
         WeightTransferEngineFactory.register_engine(BACKEND, *transfer_engine())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from prl.transport.stores import family_of
@@ -59,6 +61,22 @@ async def name_first_weights(engine: AsyncLLMEngine, name: str) -> None:
     """The version that tokens carry until the first update; 0.23 leaves tokens unlabelled, and clients know it."""
     if not is_old():
         await engine.update_weight_version(name)
+
+
+def pass_over_flash_attention_4() -> None:
+    """Have vLLM 0.23 find no `flash_attn` where flash-attn-4 is all that has this name.
+
+    It takes that for version 2 and imports its rotary kernel, which version 4 does not bring: its engine ended there.
+    0.32 passes over it by itself.
+    """
+    if not is_old() or find_spec("flash_attn") is None or find_spec("flash_attn.ops") is not None:
+        return
+    from vllm.model_executor.layers.rotary_embedding import common
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "flash_attn" else find_spec(name, package)
+
+    common.find_spec = find
 
 
 def bind_stores() -> None:
