@@ -53,12 +53,14 @@ async def ask(app: Any, path: str, pieces: list[bytes], key: bytes = b"client") 
     return statuses[0]
 
 
-def guarded(*overrides: str) -> tuple[Any, Reached]:
+def guarded(*overrides: str, restarts: int = 0) -> tuple[Any, Reached]:
     from prl.inference.vllm.guarding import Guard
+    from prl.inference.vllm.server import starts_with_weights
 
     reached = Reached()
     config = compose(["inference=vllm", "warm_start=none", *overrides])
-    return Guard(reached, Doors((b"client",), (b"control",)), SOURCE, config, has_weights=True), reached
+    has_weights = starts_with_weights(restarts, config)
+    return Guard(reached, Doors((b"client",), (b"control",)), SOURCE, config, has_weights=has_weights), reached
 
 
 def test_a_stranger_has_no_body_to_send() -> None:
@@ -68,6 +70,19 @@ def test_a_stranger_has_no_body_to_send() -> None:
     assert not reached.bodies
     assert asyncio.run(ask(guard, "/health", [b""], key=b"")) == 200
     assert asyncio.run(ask(guard, "/update_weights", [mebibyte] * 4, key=b"control")) == 200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "restarts"), [(["model=qwen3_0_6b", "inference.quantization=fp8_block"], 0), ([], 1)]
+)
+def test_nothing_is_generated_before_the_first_version(overrides: list[str], restarts: int) -> None:
+    """Of an engine that begins with made-up weights, or with those of a version that has been trained past."""
+    guard, _ = guarded(*overrides, restarts=restarts)
+    assert asyncio.run(ask(guard, GENERATE, [b"{}"])) == 503
+    assert asyncio.run(ask(guard, "/start_weight_update", [b"{}"], key=b"control")) == 200
+    assert asyncio.run(ask(guard, "/v1/completions", [b"{}"])) == 503
+    assert asyncio.run(ask(guard, "/finish_weight_update", [b"{}"], key=b"control")) == 200
+    assert asyncio.run(ask(guard, GENERATE, [b"{}"])) == 200
 
 
 @pytest.mark.parametrize("top_k", [128, 1008, 1009, 20_000])

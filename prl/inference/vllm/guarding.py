@@ -40,7 +40,8 @@ class Refused(Exception):
 class Guard:
     """The application behind our keys and bounds. vLLM's own api_key leaves control routes open.
 
-    After a restart (`has_weights` False) nothing is generated before the first update: 503.
+    After a restart (`has_weights` False) nothing is generated before the first update: 503; nor at the beginning where
+    the engine starts with made-up weights.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Guard:
             raise Refused(401, reason)
         samples = scope["method"] == "POST" and scope["path"].startswith(("/v1/", "/inference/"))
         if samples and not self.has_weights and scope["path"] != ADAPTERS:
-            raise Refused(503, "no weights since a restart")
+            raise Refused(503, "no weights since a restart, or none yet from a trainer that sends blocks of FP8")
 
     async def _answer_lease(self, lease: Lease, scope: Scope, body: bytes) -> tuple[int, Any]:
         try:

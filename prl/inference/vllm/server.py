@@ -144,14 +144,20 @@ async def serve(ctx: ChildContext, args: Namespace) -> None:
         doors, source = doors_of(ctx.plan, ctx.keys), WeightSource.of(ctx)
         lease = Lease(config, source, engine.resume_generation) if source.leased else None
         application = await make_app(engine, args)
-        has_weights = ctx.restarts == 0 and not sends_blocks(config)  # else those of a model that was made up
-        app = Guard(application, doors, source, config, has_weights=has_weights, lease=lease)
+        app = Guard(
+            application, doors, source, config, has_weights=starts_with_weights(ctx.restarts, config), lease=lease
+        )
         assert ctx.listen_socket is not None
         async with serving(app, ctx.listen_socket) as server:
             ctx.ready()
             await watch(ctx, engine, server, lease)
     finally:
         engine.shutdown(timeout=STOP_TIMEOUT_S)
+
+
+def starts_with_weights(restarts: int, config: RunConfig) -> bool:
+    """Whether what it loads is what the run begins with, and not a version that has been trained past, or made up."""
+    return restarts == 0 and not sends_blocks(config)
 
 
 def check_platform(device: str) -> None:
