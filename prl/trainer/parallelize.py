@@ -27,9 +27,9 @@ from prl.models.experts.hierarchical import HierarchicalDispatch
 from prl.models.experts.stacked import Dispatch, Experts
 from prl.models.families.build import build_decoder
 from prl.models.fp8.linears import apply_fp8
-from prl.models.layers.decoder import Decoder
+from prl.models.layers.decoder import Decoder, draw
 from prl.models.layers.lm_head import LMHead
-from prl.models.state_space.mixer import draw_decay, keeps_float32
+from prl.models.state_space.mixer import keeps_float32
 from prl.trainer.compilation import apply_compile
 from prl.trainer.indexer_training import train_indexers
 from prl.trainer.memory.activation_offload import apply_activation_offload
@@ -109,14 +109,10 @@ def check_head(model: Decoder) -> None:
 
 @torch.no_grad()
 def draw_weights(model: Decoder, seed: int, std: float = 0.02) -> None:
-    """Normal(0, std) for matrices, ones for norms, no corrections of routers, without a copy of the model anywhere."""
+    """Weights as models begin, without a copy of the model anywhere; every parameter from the same seed."""
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
-        generator = torch.Generator(local.device).manual_seed(seed)
-        if name.endswith("norm.weight"):
-            local.fill_(1.0)
-        elif not draw_decay(name, local, generator):
-            local.normal_(0.0, std, generator=generator)
+        draw(name, local, torch.Generator(local.device).manual_seed(seed), std)
     for buffer in model.checkpoint_buffers().values():
         buffer.zero_()
 

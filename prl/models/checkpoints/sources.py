@@ -31,22 +31,20 @@ def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
     path = random_checkpoint_dir(config, cache_dir)
     if path.is_dir():
         return path
-    import torch  # the rest wants the path only
-
-    from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-    from prl.models.families.build import build_decoder
+    # with torch, which who wants the path only need not import
+    from prl.models.checkpoints.made_up import one_at_a_time, write_made_up
     from prl.models.text.tokenizer import save_byte_tokenizer
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as tmp:
+    with one_at_a_time(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as tmp:
+        if path.is_dir():  # another process was making it
+            return path
         partial = Path(tmp, "model")
-        model = build_decoder(config.card)
-        model.init_weights(torch.Generator().manual_seed(config.init_seed))
-        save_checkpoint(hf_tensors(model), partial, config.card)
+        write_made_up(config, partial)
         if config.tokenizer == "byte":
             save_byte_tokenizer(partial)
         try:
             partial.rename(path)
-        except OSError:  # another process was first; the content is the same
+        except OSError:  # another process was first all the same; the content is the same
             assert path.is_dir()
     return path

@@ -173,11 +173,17 @@ class Decoder(nn.Module):
         on every platform's CPU.
         """
         for name, param in self.named_parameters():
-            if name.endswith("norm.weight"):
-                param.fill_(1.0)
-            elif name.endswith(".bias"):
-                param.zero_()
-            elif not draw_decay(name, param, generator):
-                param.normal_(0.0, std, generator=generator)
+            draw(name, param, generator, std)
         for buffer in self.checkpoint_buffers().values():
             buffer.zero_()
+
+
+@torch.no_grad()
+def draw(name: str, values: Tensor, generator: torch.Generator, std: float = 0.02) -> None:
+    """Fill a parameter, or a part of it, as models begin: see `init_weights`."""
+    if name.endswith("norm.weight"):
+        values.fill_(1.0)
+    elif name.endswith(".bias"):
+        values.zero_()
+    elif not draw_decay(name, values, generator):
+        values.normal_(0.0, std, generator=generator)
