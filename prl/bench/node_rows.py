@@ -79,7 +79,7 @@ def _rl(gpus: int, tiny: bool, mixture: str, fit: dict[str, tuple[str, ...]]) ->
     """
     steps = ("max_steps=3", "algo.batch_size=16", "algo.group_size=4") if tiny else ("max_steps=20",)
     every = (f"model={mixture}", *RANDOM, *steps, "warm_start=none", "eval=none", "ckpt=none", "optim=adamw")
-    every += () if tiny else ("inference=vllm",)
+    every += () if tiny else ("inference=vllm", "deployment.start_timeout_s=900")  # 60 GB of weights are made first
     memory = "memory=none" if tiny else "memory=tight"
     together = ("deployment=colocated", f"deployment.num_train_gpus={gpus}", f"deployment.num_infer_gpus={gpus}")
     rows = [Row("RL, colocated", "rl", (*every, memory, *together, *list(fit.values())[-1]))]
@@ -91,6 +91,9 @@ def _rl(gpus: int, tiny: bool, mixture: str, fit: dict[str, tuple[str, ...]]) ->
         wide = (f"inference.tp={half}", "inference.expert_parallel=true") if half > 1 else ()
         engines = () if tiny else ("weight_transport=nccl", *wide)
         recipe = "memory=none" if tiny else "memory=balanced"
+        # a GPU holds masters and moments of 12 layers of the mixture (`prl.plan --forecast`)
+        cut = () if tiny or half >= 4 else (f"model.card.num_hidden_layers={12 * half}",)
+        every += cut
         of_sides = (*every, recipe, *sides, *widest, *engines)
         replays = [(*of_sides, f"inference.return_routed_experts={on}") for on in ("false", "true")]
         rows += [Row("RL, apart", "rl", words) for words in replays]
