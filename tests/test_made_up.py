@@ -57,6 +57,9 @@ def test_a_large_models_numbers_do_not_depend_on_threads(tmp_path: Path, monkeyp
     one, eight = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "8"))
     assert one.keys() == eight.keys()
     assert all(torch.equal(values, eight[name]) for name, values in one.items())
+    made_up.write_made_up(config.model_copy(update={"init_seed": 1}), tmp_path / "other", large=0)
+    other = load_file(tmp_path / "other" / "model.safetensors")
+    assert not any(torch.equal(values, other[name]) for name, values in one.items() if values.ndim > 1)
     matrices = [values.flatten()[:64].float() for values in one.values() if values.ndim > 1]
     assert len({tuple(values.tolist()) for values in matrices}) == len(matrices), "two of the same seed"
 

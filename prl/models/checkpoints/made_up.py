@@ -25,6 +25,7 @@ LARGE = 2_000_000_000  # parameters from which no whole model is held, matrices 
 THREADS = 16  # at most
 AHEAD = 8 << 30  # bytes that are drawn, or are being drawn, and not yet written
 DTYPE = torch.bfloat16  # of a large model
+SPREAD = 0x9E3779B1  # odd: the parameters of another seed have other seeds
 
 
 def write_made_up(config: ModelConfig, target: Path, large: int = LARGE) -> None:
@@ -74,7 +75,7 @@ def _first(model: Decoder, waiting: deque[tuple[str, int, Future[Tensor]]]) -> I
 
 def _draw(name: str, form: Tensor, seed: int, index: int) -> Tensor:
     values = torch.empty(form.shape, dtype=DTYPE if form.ndim > 1 else form.dtype)
-    generator = torch.Generator().manual_seed((seed << 32) + index)
+    generator = torch.Generator().manual_seed((seed * SPREAD + index) % (1 << 32))  # a CPU's has no more bits of it
     if isinstance(form, torch.nn.Parameter):
         draw(name, values, generator)
     else:  # the corrections of routers' choices
