@@ -39,13 +39,26 @@ def same_bits(one, other):
 
 
 @pytest.mark.parametrize("at_once", [1 << 26, 1])
-@pytest.mark.parametrize("shape", [(256, 256), (300, 200), (1, 129), (3, 140, 270), (127, 5)])
-def test_parts_cut_anywhere_give_the_blocks_of_the_whole(shape, at_once, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "within"),
+    [
+        ((256, 256), 0),
+        ((300, 200), 0),
+        ((1, 129), 0),
+        ((3, 140, 270), 0),
+        ((127, 5), 0),
+        ((3, 140, 270), 70),
+        ((400, 9), 200),
+    ],
+)
+def test_parts_cut_anywhere_give_the_blocks_of_the_whole(shape, within, at_once, monkeypatch):
+    """within: rows of each of the matrices that lie in one parameter below one another."""
     monkeypatch.setattr(block_fp8, "AT_ONCE", at_once)
-    rng, generator = random.Random(str(shape)), torch.Generator().manual_seed(len(shape))
+    rng, generator = random.Random(f"{shape}{within}"), torch.Generator().manual_seed(len(shape))
     whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
-    expected = cast_blocks(whole)
-    grid = Grid(tuple(shape))
+    runs = [cast_blocks(rows) for rows in whole.split(within or shape[-2], -2)]
+    expected = Scaled(*(torch.cat(kind, -2) for kind in zip(*runs, strict=True)))
+    grid = Grid(tuple(shape), tuple(range(0, shape[-2], within)) if within else (0,))
     assert grid.shape == tuple(expected.scales.shape)
     cuts = [sorted({0, size, *(rng.randrange(size + 1) for _ in range(3))}) for size in shape]
     spans = [list(itertools.pairwise(cut)) for cut in cuts]
@@ -82,13 +95,17 @@ def test_what_is_multiplied_by_travels_in_blocks_and_nothing_else():
     assert halved < 0.7 * whole  # of which embeddings are a quarter
 
 
-def test_a_matrix_within_another_stays_where_blocks_would_cross():
-    model = wide_model()
-    model.card = model.card.model_copy(update={"moe_intermediate_size": 64})  # gate and up of 64 rows each, one tensor
-    view = next(iter(model.to_hf("layers.0.mlp.experts.gate_up_proj", torch.empty(8, 128, 256, device="meta"))))[1]
-    assert view.shape == (64, 256)
-    views = list(model.to_hf("layers.0.mlp.experts.gate_up_proj", torch.empty(8, 128, 256, device="meta")))
-    assert Grid.of(views, torch.Size((8, 128, 256))) is None
+@pytest.mark.parametrize("size", [64, 192, 256])
+def test_matrices_within_one_parameter_have_blocks_of_their_own(size):
+    """Gate and up of an expert: neither's scale knows of the other, whatever their sizes."""
+    model = random_model(compose(["model=tiny_qwen3_moe", f"model.card.moe_intermediate_size={size}"]).model.card)
+    plain, sent = dict(hf_tensors(model)), dict(hf_tensors(model, in_blocks=True))
+    experts = [name for name in plain if ".experts." in name]
+    assert len(experts) == 3 * 8 * model.card.num_hidden_layers
+    for name in experts:
+        expected = cast_blocks(plain[name])
+        assert same_bits(sent[name], expected.values), name
+        assert torch.equal(sent[name + SCALE], expected.scales)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -115,12 +132,14 @@ def test_a_matrix_without_its_scales_is_told():
         list(restored([("a.weight", values), ("a.weight_scale_inv", scales[:1])]))
 
 
-def test_ranks_hold_the_blocks_of_the_whole(tmp_path):
-    """`check_owned` of `trainer_ranks.py` compares; experts of whole blocks, over EP and FSDP."""
+@pytest.mark.parametrize("size", [96, 128])
+def test_ranks_hold_the_blocks_of_the_whole(tmp_path, size):
+    """`check_owned` of `trainer_ranks.py` compares; experts of whole blocks and others, over FSDP, and EP."""
     model = tmp_path / "model"
-    card = moe_card(moe_intermediate_size=128)
+    card = moe_card(moe_intermediate_size=size)
     save_checkpoint(hf_tensors(random_model(card)), model, card)
-    run_ranks(tmp_path / "two", 2, [Job(str(model), dp_shard=2, ep=2, moe_size=128, steps=1)])
+    jobs = [Job(str(model), dp_shard=2, ep=ep, moe_size=size, steps=1) for ep in (1, 2)]
+    run_ranks(tmp_path / "two", 2, jobs)
 
 
 # --- vLLM and rules ---------------------------------------------------------------------------------------------------

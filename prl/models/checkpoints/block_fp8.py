@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +27,37 @@ AT_ONCE = 1 << 26  # numbers
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
+class Run(NamedTuple):
+    """Rows `first` to `end` of a parameter, whose blocks are counted from `block`."""
+
+    first: int
+    end: int
+    block: int
+
+
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of one parameter [..., N, K]: [..., ceil(N / 128), ceil(K / 128)]."""
+    """The blocks of one parameter [..., N, K]: [..., ceil(N / 128), ceil(K / 128)].
+
+    cuts: the rows at which its tensors begin, where one does so in the middle of a block; then blocks begin anew there.
+    """
 
     whole: tuple[int, ...]
+    cuts: tuple[int, ...] = (0,)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        found, block = [], 0
+        for first, end in pairwise((*self.cuts, self.whole[-2])):
+            found.append(Run(first, end, block))
+            block += -(-(end - first) // BLOCK)
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *lead, rows, columns = self.whole
-        return (*lead, -(-rows // BLOCK), -(-columns // BLOCK))
+        *lead, _, columns = self.whole
+        last = self.runs[-1]
+        return (*lead, last.block + -(-(last.end - last.first) // BLOCK), -(-columns // BLOCK))
 
     @property
     def size(self) -> int:
@@ -43,31 +66,33 @@ class Grid:
     @staticmethod
     def of(views: NamedTensors, whole: torch.Size) -> Grid | None:
         """`views`: the checkpoint's tensors of a parameter of this shape. None where it travels as it is: by its name,
-        or because a tensor within it begins in the middle of a block.
+        or because a tensor within it begins at a column in the middle of a block.
         """
         if len(whole) < 2:
             return None
+        rows = {0}
         for name, view in views:
             *_, row, column = place_in(view, whole)
-            if not is_quantised(name) or view.ndim != 2 or row % BLOCK or column % BLOCK:
+            if not is_quantised(name) or view.ndim != 2 or column % BLOCK:
                 return None
-        return Grid(tuple(whole))
+            rows.add(row)
+        return Grid(tuple(whole), tuple(sorted(rows)) if any(row % BLOCK for row in rows) else (0,))
 
     def blocks_of(self, view: Tensor) -> tuple[int | slice, ...]:
         """Which of the grid belong to a tensor that is this `view` of the parameter."""
         *lead, row, column = place_in(view, torch.Size(self.whole))
-        first, left = row // BLOCK, column // BLOCK
+        run = next(run for run in reversed(self.runs) if run.first <= row)
+        first, left = run.block + (row - run.first) // BLOCK, column // BLOCK
         rows, columns = (-(-size // BLOCK) for size in view.shape)
         return (*lead, slice(first, first + rows), slice(left, left + columns))
 
     def note(self, local: Tensor, offset: tuple[int, ...], largest: Tensor) -> None:
         """Raise `largest`, of the grid's shape, to the magnitudes of the part `local` that begins at `offset`."""
-        if not local.numel():
-            return
-        padded, place = self._padded(local, offset), self._place(local, offset)
-        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N / 128, 128, K / 128, 128]
-        held = largest[place]
-        held.copy_(torch.maximum(held, blocks.abs().amax((-1, -3)).float()))
+        for part, begin, block in self._cut(local, offset):
+            padded = self._padded(part, begin)
+            blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N / 128, 128, K / 128, 128]
+            held = largest[self._place(part, begin, block)]
+            held.copy_(torch.maximum(held, blocks.abs().amax((-1, -3)).float()))
 
     def cast(self, local: Tensor, offset: tuple[int, ...], largest: Tensor) -> Tensor:
         """The part `local` in e4m3. Of stacked matrices some at a time: between are four bytes a number."""
@@ -77,18 +102,31 @@ class Grid:
             step = max(AT_ONCE * len(local) // local.numel(), 1)
             pieces = zip(range(0, len(local), step), local.split(step), strict=True)
             return torch.cat([self.cast(piece, (offset[0] + i, *offset[1:]), largest) for i, piece in pieces])
+        cast = [self._cast(*part, largest) for part in self._cut(local, offset)]
+        return cast[0] if len(cast) == 1 else torch.cat(cast, -2)
+
+    def _cast(self, part: Tensor, offset: tuple[int, ...], block: int, largest: Tensor) -> Tensor:
         (rows, above), (columns, left) = (
-            (size, begin % BLOCK) for size, begin in zip(local.shape[-2:], offset[-2:], strict=True)
+            (size, begin % BLOCK) for size, begin in zip(part.shape[-2:], offset[-2:], strict=True)
         )
-        blocks = self._padded(local, offset).float().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
-        values = quantise(blocks, largest[self._place(local, offset)][..., :, None, :, None])
+        blocks = self._padded(part, offset).float().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+        values = quantise(blocks, largest[self._place(part, offset, block)][..., :, None, :, None])
         values = values.flatten(-2).flatten(-3, -2)
         return values[..., above : above + rows, left : left + columns].contiguous()
 
-    def _place(self, local: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
+    def _cut(self, local: Tensor, offset: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
+        """What of a part lies in each run of rows, where that begins there, and the run's first block."""
+        *lead, row, column = offset
+        for run in self.runs:
+            first, end = max(row, run.first), min(row + local.shape[-2], run.end)
+            if first < end and local.numel():
+                yield local[..., first - row : end - row, :], (*lead, first - run.first, column), run.block
+
+    def _place(self, local: Tensor, offset: tuple[int, ...], block: int) -> tuple[slice, ...]:
         ends = [begin + size for begin, size in zip(offset, local.shape, strict=True)]
         lead = [slice(begin, end) for begin, end in zip(offset[:-2], ends[:-2], strict=True)]
-        return (*lead, *(slice(b // BLOCK, -(-e // BLOCK)) for b, e in zip(offset[-2:], ends[-2:], strict=True)))
+        rows, columns = (slice(b // BLOCK, -(-e // BLOCK)) for b, e in zip(offset[-2:], ends[-2:], strict=True))
+        return (*lead, slice(block + rows.start, block + rows.stop), columns)
 
     def _padded(self, local: Tensor, offset: tuple[int, ...]) -> Tensor:
         """With zeros around it, so that it begins and ends with whole blocks."""
@@ -127,7 +165,8 @@ def whole_in_blocks(model: Any, name: str, whole: Tensor) -> Iterator[tuple[str,
     if grid is None:
         yield from model.to_hf(name, whole)
         return
-    scaled = cast_blocks(whole)
+    parts = [cast_blocks(whole[..., run.first : run.end, :]) for run in grid.runs]
+    scaled = parts[0] if len(parts) == 1 else Scaled(*(torch.cat(kind, -2) for kind in zip(*parts, strict=True)))
     for (saved, view), (_, values) in zip(views, model.to_hf(name, scaled.values), strict=True):
         yield saved, values
         yield saved + SCALE, scaled.scales[grid.blocks_of(view)].contiguous()
