@@ -187,7 +187,15 @@ def test_sizes_that_vllm_cannot_cut(model, tp, expert_tp, odd):
         ("rl", [BLOCKS, "inference.urls=[http://h:1]"], "say themselves how they hold"),
         ("rl", [BLOCKS, "inference=vllm", "memory=lora", "weight_transport=lora"], "Adapters do not travel"),
         ("rl", [BLOCKS, "model=tiny_nemotron_h"], "cannot travel in blocks"),
-        ("rl", [BLOCKS, "model.impl=hf"], "cannot travel in blocks"),
+        ("rl", [BLOCKS, "model.impl=hf"], r"Models of transformers do not travel(.|\n)*model\.impl=auto"),
+        ("rl", [BLOCKS, "inference=vllm", "model=qwen3_0_6b", "inference.dtype=float32"], "inference.dtype=bfloat16"),
+        ("rl", [BLOCKS, "inference=vllm", "model=qwen3_0_6b", "+inference.vllm.load_format=auto"], "load_format out"),
+        ("rl", [BLOCKS, "inference.deep_gemm=false"], r"inference\.deep_gemm=null, or inference=vllm$"),
+        *(
+            ("rl", [f"inference={engine}", f"inference.quantization={typed}"], "quantization=fp8_block, or null")
+            for engine in ("torch", "vllm")
+            for typed in ("fp8_blocks", "FP8_BLOCK", "fp8-blocks", "''")
+        ),
         ("rl", [BLOCKS, "inference=vllm"], "cannot cut tiny_qwen3_moe into blocks of 128"),
         (
             "rl",

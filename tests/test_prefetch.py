@@ -183,7 +183,7 @@ def nothing() -> None:
 @pytest.mark.parametrize("ended", [False, True])
 def test_the_built_in_server_keeps_nothing_that_nobody_waits_for(ended: bool, tmp_path: Path) -> None:
     """A lease that ends while a version is on its way."""
-    info, update = published(publisher_of("shared_memory", tmp_path), 3, NAMED), WeightUpdate()
+    info, update = published(publisher_of("shared_memory", tmp_path), 3, NAMED), WeightUpdate(lambda: torch.float32)
     meanwhile(weight_routes, "receive", lambda: update.bring_near(info), update.forget if ended else nothing)
     assert (update.near is None) == ended
 

@@ -56,8 +56,8 @@ class TorchEngine:
         self.model, self.config, self.eos, self.version = model, config, eos_token_ids, version
         model.absorb_latents()  # the cache holds them
         weight = next(model.parameters())
-        self.device, self.vocab = weight.device, model.card.vocab_size
-        self.cache = KVCache(model.card, config.max_num_seqs, config.max_model_len, weight.dtype, self.device)
+        self.device, self.dtype, self.vocab = weight.device, weight.dtype, model.card.vocab_size
+        self.cache = KVCache(model.card, config.max_num_seqs, config.max_model_len, self.dtype, self.device)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows: DecodeRows | None = None

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from aiohttp import web
 
 from prl.inference.lease import Lease
@@ -32,6 +33,8 @@ from prl.transport.weights import NamedTensors, receive, stage
 class WeightUpdate:
     """The update under way, if any."""
 
+    # in which the engine computes, known when it has loaded: what comes as values and scales is multiplied into it
+    dtype: Callable[[], torch.dtype]
     staged: list[NamedTensors] | None = None
     verify_checksum: bool = True  # of all updates
     near: tuple[dict[str, Any], NamedTensors] | None = None  # what was prefetched, and its update_info
@@ -56,7 +59,7 @@ class WeightUpdate:
 
     def _receive(self, info: dict[str, Any]) -> NamedTensors:
         """All of a version, as the model has it."""
-        return list(restored(receive(info, self.verify_checksum)))
+        return list(restored(receive(info, self.verify_checksum), self.dtype()))
 
     def forget(self) -> None:
         """What came near for an update that does not come, or is still on its way."""
@@ -72,7 +75,7 @@ class WeightUpdate:
 def add_weight_routes(
     app: web.Application, worker: EngineWorker, source: WeightSource, lease: Lease | None = None
 ) -> None:
-    update = WeightUpdate()
+    update = WeightUpdate(lambda: worker.engine.dtype)
     if lease is not None:
         lease.at_end.append(update.forget)
 
@@ -101,7 +104,8 @@ def add_weight_routes(
         info = source.check(_object(await read_object(http), "update_info"))
         with _fetching():
             if info["type"] in DEVICE_TRANSPORTS:  # it arrives when it is loaded
-                staged.append(restored(chain.from_iterable(stage(info, device=worker.engine.device))))
+                parts = chain.from_iterable(stage(info, device=worker.engine.device))
+                staged.append(restored(parts, worker.engine.dtype))
             else:
                 staged.append(await asyncio.to_thread(update.fetch, info))
         return web.json_response({"message": "Weights updated"})

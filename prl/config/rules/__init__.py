@@ -47,6 +47,8 @@ COMMON_RULES: tuple[Rule, ...] = (
     effects.keys_take_effect,
     rl.there_is_an_engine,
     vllm.vllm_keys_take_effect,
+    block_fp8.formats_have_names,
+    block_fp8.eight_bits_want_sixteen,
     block_fp8.blocks_can_be_sent,
     vllm.sleeping_fits_the_engine,
     vllm.routed_experts_are_cached,

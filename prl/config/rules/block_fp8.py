@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from prl.config.block_fp8 import BLOCK, BLOCK_FP8, has_blocks, odd_sizes, sends_blocks
 from prl.config.engines import engine_groups
@@ -32,6 +33,34 @@ def sizes_are_whole_blocks(config: RunConfig, world: World) -> Iterator[UserErro
         )
 
 
+def formats_have_names(config: RunConfig, world: World) -> Iterator[UserError]:
+    """vLLM has many, of which some are close to ours; its own complaint comes when its engine starts."""
+    given = config.inference.quantization
+    if given is None or given == BLOCK_FP8:
+        return
+    alike = get_close_matches(given.strip().lower().replace("-", "_"), [BLOCK_FP8], cutoff=0.9)
+    if alike or not given.strip():
+        yield UserError(
+            f"There is no format {given!r} of weights.",
+            where=f"inference.quantization={given!r}",
+            why=f"did you mean {BLOCK_FP8}?" if alike else "it is empty",
+            fix=f"inference.quantization={BLOCK_FP8}, or null",
+        )
+
+
+eight_bits_want_sixteen = Refuse(
+    lambda c, w: (
+        c.inference.engine == "vllm"
+        and not c.inference.urls
+        and c.inference.quantization in ("fp8", BLOCK_FP8)
+        and (c.model.dtype if c.inference.dtype == "auto" else c.inference.dtype) == "float32"
+    ),
+    "vLLM does not multiply FP8 into float32.",
+    where="{inference.quantization=}, {inference.dtype=}, {model.dtype=}",
+    why="its kernels give bfloat16 or float16",
+    fix="inference.dtype=bfloat16, or model.dtype=bfloat16",
+)
+
 blocks_can_be_sent = first_of(
     Refuse(
         lambda c, w: c.job != "rl",
@@ -44,8 +73,8 @@ blocks_can_be_sent = first_of(
         lambda c, w: bool(c.inference.urls),
         "Engines that run already say themselves how they hold weights.",
         where=WHERE + ", {inference.urls=}",
-        why="weights in another form than they were started with would not fit",
-        fix="inference.quantization=null, and start them with --quantization fp8",
+        why="the run did not start them, and does not know in which form they take weights",
+        fix="inference.quantization=null: the built-in engine takes what comes, vLLM has its own --quantization fp8",
     ),
     Refuse(
         lambda c, w: c.weight_transport.type == "lora",
@@ -55,7 +84,14 @@ blocks_can_be_sent = first_of(
         fix="weight_transport=filesystem, which adds adapters to the weights that it sends; or " + ENGINES_CAST,
     ),
     Refuse(
-        lambda c, w: not has_blocks(c.model.card) or c.model.impl == "hf",
+        lambda c, w: has_blocks(c.model.card) and c.model.impl == "hf",
+        "Models of transformers do not travel in blocks of FP8.",
+        where=WHERE + ", {model.impl=}",
+        why="which of their matrices engines quantise is not known",
+        fix="model.impl=auto; or inference=vllm " + ENGINES_CAST,
+    ),
+    Refuse(
+        lambda c, w: not has_blocks(c.model.card),
         "{model.name} cannot travel in blocks of FP8.",
         where=WHERE + ", {model.card.family=}, {model.impl=}",
         why="which matrices engines quantise is known of families with layers here, and of no state spaces",
@@ -67,6 +103,13 @@ blocks_can_be_sent = first_of(
         where=WHERE + ", inference.vllm.hf_overrides.quantization_config",
         why="the trainer sends blocks of its own choice, which engines are told",
         fix="leave inference.vllm.hf_overrides.quantization_config out",
+    ),
+    Refuse(
+        lambda c, w: "load_format" in c.inference.vllm,
+        "vLLM cannot load a checkpoint as blocks of FP8.",
+        where=WHERE + ", inference.vllm.load_format",
+        why="it is in another form; engines begin with made-up weights, and the first version comes at once",
+        fix="leave inference.vllm.load_format out",
     ),
     sizes_are_whole_blocks,
     given=lambda c, w: sends_blocks(c),

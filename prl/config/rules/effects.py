@@ -146,7 +146,7 @@ def _rl(config: RunConfig, world: World) -> Iterator[Idle]:
     if config.inference.deep_gemm and not quantized:
         yield Idle(
             ("inference.deep_gemm",), "inference.quantization=null", "DeepGEMM's kernels multiply FP8 weights",
-            "inference.quantization=fp8",
+            "inference.quantization=fp8, or fp8_block",
         )  # fmt: skip
     if config.job == "rl":
         yield from _algo(config)

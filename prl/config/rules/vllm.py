@@ -53,6 +53,9 @@ OF_VLLM = (
 )
 
 
+WHY_IDLE = "the built-in engine sits on one device and has no arguments of vLLM"
+
+
 def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError]:
     inference = config.inference
     if inference.engine == "vllm":
@@ -65,17 +68,18 @@ def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError
         said = said and not (key == "quantization" and sends_blocks(config))  # it computes with the numbers sent
         if said:
             shown = value.model_dump(exclude_defaults=True) if isinstance(value, Group) else value
-            remedy = f"inference.{key}={as_override(default)}, or inference=vllm"
+            remedy, why = f"inference.{key}={as_override(default)}, or inference=vllm", WHY_IDLE
             if key == "quantization":
                 remedy = f"inference.quantization=null, or {BLOCK_FP8}, or inference=vllm"
-            elif key == "deep_gemm":
+                why = "the built-in engine takes weights as they come, and computes in inference.dtype"
+            elif key == "deep_gemm" and not sends_blocks(config):
                 remedy += " inference.quantization=fp8"
             elif isinstance(value, Group | dict):
                 remedy = f"inference=vllm, or leave inference.{key} out"
             yield UserError(
                 f"inference.{key} has no effect.",
                 where=f"inference.engine={inference.engine}, inference.{key}={shown}",
-                why="the built-in engine sits on one device and has no arguments of vLLM",
+                why=why,
                 fix=remedy,
             )
 

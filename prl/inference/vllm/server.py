@@ -76,6 +76,7 @@ def prepare(ctx: ChildContext) -> Namespace:
     config = ctx.plan.config
     check_platform(config.deployment.device)
     check_family(config)
+    check_blocks(config)
     check_capture(config.inference.return_routed_experts)
     check_expert_ranks(ctx.role, config.model.card.num_experts)
     with on_one_thread():
@@ -187,6 +188,18 @@ def check_family(config: RunConfig) -> None:
     """Raises UserError for a model that vLLM runs on GPUs only, and this is a CPU."""
     for error in off_cpus(config) if current_platform.is_cpu() else ():
         raise error
+
+
+def check_blocks(config: RunConfig, cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """Raises UserError for blocks of FP8 on a CPU that has no kernel for them; vLLM says so half a minute later."""
+    if not sends_blocks(config) or not current_platform.is_cpu() or "amx_tile" in cpuinfo.read_text().split():
+        return
+    raise UserError(
+        "vLLM cannot multiply blocks of FP8 on this CPU.",
+        where="inference.engine=vllm, inference.quantization=fp8_block",
+        why="its kernel for CPUs needs AMX (amx_tile in /proc/cpuinfo)",
+        fix="inference=torch, or inference.quantization=null, or GPUs",
+    )
 
 
 def check_capture(return_routed_experts: bool) -> None:

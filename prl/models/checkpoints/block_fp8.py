@@ -172,8 +172,8 @@ def whole_in_blocks(model: Any, name: str, whole: Tensor) -> Iterator[tuple[str,
         yield saved + SCALE, scaled.scales[grid.blocks_of(view)].contiguous()
 
 
-def restored(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """What comes as e4m3 and scales, in any order, multiplied, in float32; all others as they are.
+def restored(tensors: NamedTensors, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    """What comes as e4m3 and scales, in any order, multiplied in float32 and then of `dtype`; all others as they are.
 
     Raises ValueError for one without the other.
     """
@@ -185,7 +185,7 @@ def restored(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
         elif other in waiting:
             values, scales = (tensor, waiting.pop(other)) if stem == name else (waiting.pop(other), tensor)
-            yield stem, _multiplied(stem, values, scales)
+            yield stem, _multiplied(stem, values, scales).to(dtype)
         else:
             waiting[name] = tensor.clone()  # who brings it may reuse its memory for what comes next
     if waiting:
