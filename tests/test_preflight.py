@@ -152,3 +152,14 @@ def test_a_vllm_for_cpus_is_told_what_it_cannot_run(monkeypatch, installed, told
     assert found == (["vLLM cannot run tiny_glm_moe_dsa on CPUs."] if told else [])
     assert lacking("inference=vllm", "model=tiny_glm4_moe") == []
     assert lacking("model=tiny_glm_moe_dsa") == []
+
+
+def test_weights_within_a_gpu_want_one(bare, monkeypatch):
+    """The device is chosen by the machine, the transport by the user."""
+    monkeypatch.setattr(gpus, "_why_torch_has_none", lambda: "torch is built without CUDA")
+    (error,) = lacking("deployment=colocated", "weight_transport=ipc")
+    assert (error.where, error.fix) == ("weight_transport=ipc", "weight_transport=shared_memory")
+    assert "torch is built without CUDA" in error.why
+    assert lacking("deployment=colocated", "weight_transport=shared_memory") == []
+    monkeypatch.setattr(gpus, "_why_torch_has_none", lambda: None)
+    assert lacking("deployment=colocated", "weight_transport=ipc") == []

@@ -127,10 +127,15 @@ def _named_beyond(plan: RunPlan, found: int) -> list[str]:
 
 def no_usable_gpus(plan: RunPlan) -> UserError | None:
     """That the plan's roles here are to have GPUs, and torch can use none on this machine; None where it may."""
-    if plan.config.deployment.device != "cuda" or (why := _why_torch_has_none()) is None:
+    config = plan.config
+    by_ipc = config.job == "rl" and config.weight_transport.type == "ipc" and config.deployment.device != "cuda"
+    if not (by_ipc or config.deployment.device == "cuda") or (why := _why_torch_has_none()) is None:
         return None
     what = "torch cannot use the GPUs of this machine." if _signs() else "There is no sign of a GPU on this machine."
     needed = gpus_needed(plan)
+    if by_ipc:
+        why = f"it moves weights within a GPU, and {why}"
+        return UserError(what, where="weight_transport=ipc", why=why, fix="weight_transport=shared_memory")
     return UserError(
         what,
         where="deployment.device=cuda",
