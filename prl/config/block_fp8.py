@@ -34,6 +34,16 @@ def sends_blocks(config: RunConfig) -> bool:
     return config.inference.quantization == BLOCK_FP8
 
 
+def engine_dtype(config: RunConfig) -> str:
+    """In which engines compute."""
+    return config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
+
+
+def to_sixteen_bits(config: RunConfig) -> str:
+    """What is to be said beside a format of 8 bits, whose products vLLM has in 16 bits: an override, or nothing."""
+    return " inference.dtype=bfloat16" if engine_dtype(config) == "float32" else ""
+
+
 def is_quantised(name: str) -> bool:
     """Of a checkpoint's tensor, by its name."""
     module, _, kind = name.rpartition(".")

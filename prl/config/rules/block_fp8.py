@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from prl.config.block_fp8 import BLOCK, BLOCK_FP8, has_blocks, odd_sizes, sends_blocks
+from prl.config.block_fp8 import BLOCK, BLOCK_FP8, engine_dtype, has_blocks, odd_sizes, sends_blocks, to_sixteen_bits
 from prl.config.engines import engine_groups
 from prl.config.errors import UserError
 from prl.config.rules.rule import Refuse, first_of
@@ -13,7 +13,10 @@ from prl.config.schema import RunConfig
 from prl.config.world import World
 
 WHERE = f"inference.quantization={BLOCK_FP8}"
-ENGINES_CAST = "inference.quantization=fp8, by which vLLM quantises what it gets"
+
+
+def engines_cast(config: RunConfig) -> str:
+    return f"inference.quantization=fp8{to_sixteen_bits(config)}, by which vLLM quantises what it gets"
 
 
 def sizes_are_whole_blocks(config: RunConfig, world: World) -> Iterator[UserError]:
@@ -29,7 +32,7 @@ def sizes_are_whole_blocks(config: RunConfig, world: World) -> Iterator[UserErro
             f"vLLM cannot cut {config.model.name} into blocks of {BLOCK}.",
             where=f"{WHERE}, engines with tp={tp}, {told}",
             why="it joins matrices, and splits them over devices, where blocks end",
-            fix=f"{ENGINES_CAST}; or a smaller inference.tp, or inference.expert_parallel=true, where that helps",
+            fix=f"{engines_cast(config)}; or a smaller inference.tp, or inference.expert_parallel=true, where that helps",
         )
 
 
@@ -53,7 +56,7 @@ eight_bits_want_sixteen = Refuse(
         c.inference.engine == "vllm"
         and not c.inference.urls
         and c.inference.quantization in ("fp8", BLOCK_FP8)
-        and (c.model.dtype if c.inference.dtype == "auto" else c.inference.dtype) == "float32"
+        and engine_dtype(c) == "float32"
     ),
     "vLLM does not multiply FP8 into float32.",
     where="{inference.quantization=}, {inference.dtype=}, {model.dtype=}",
@@ -67,7 +70,7 @@ blocks_can_be_sent = first_of(
         "Nothing brings weights in blocks of FP8.",
         where=WHERE + ", job={job!s}",
         why="a trainer quantises them and sends them so",
-        fix="inference.quantization=null, or inference=vllm " + ENGINES_CAST,
+        fix=lambda c, w: "inference.quantization=null, or inference=vllm " + engines_cast(c),
     ),
     Refuse(
         lambda c, w: bool(c.inference.urls),
@@ -81,21 +84,23 @@ blocks_can_be_sent = first_of(
         "Adapters do not travel in blocks of FP8.",
         where=WHERE + ", weight_transport.type=lora",
         why="they are added to what the engine has, which nothing would bring",
-        fix="weight_transport=filesystem, which adds adapters to the weights that it sends; or " + ENGINES_CAST,
+        fix=lambda c, w: (
+            "weight_transport=filesystem, which adds adapters to the weights that it sends; or " + engines_cast(c)
+        ),
     ),
     Refuse(
         lambda c, w: has_blocks(c.model.card) and c.model.impl == "hf",
         "Models of transformers do not travel in blocks of FP8.",
         where=WHERE + ", {model.impl=}",
         why="which of their matrices engines quantise is not known",
-        fix="model.impl=auto; or inference=vllm " + ENGINES_CAST,
+        fix=lambda c, w: "model.impl=auto; or inference=vllm " + engines_cast(c),
     ),
     Refuse(
         lambda c, w: not has_blocks(c.model.card),
         "{model.name} cannot travel in blocks of FP8.",
         where=WHERE + ", {model.card.family=}, {model.impl=}",
         why="which matrices engines quantise is known of families with layers here, and of no state spaces",
-        fix="inference=vllm " + ENGINES_CAST,
+        fix=lambda c, w: "inference=vllm " + engines_cast(c),
     ),
     Refuse(
         lambda c, w: "hf_overrides" in c.inference.vllm and "quantization_config" in str(c.inference.vllm),

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from prl.config.block_fp8 import to_sixteen_bits
 from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
@@ -146,7 +147,7 @@ def _rl(config: RunConfig, world: World) -> Iterator[Idle]:
     if config.inference.deep_gemm and not quantized:
         yield Idle(
             ("inference.deep_gemm",), "inference.quantization=null", "DeepGEMM's kernels multiply FP8 weights",
-            "inference.quantization=fp8, or fp8_block",
+            "inference.quantization=fp8" + to_sixteen_bits(config),
         )  # fmt: skip
     if config.job == "rl":
         yield from _algo(config)

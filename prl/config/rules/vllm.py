@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prl.config.block_fp8 import BLOCK_FP8, sends_blocks
+from prl.config.block_fp8 import BLOCK_FP8, sends_blocks, to_sixteen_bits
 from prl.config.chosen import said_by_user
 from prl.config.engines import engine_groups, learns_truncated, logprobs_of_kept, vllm_arguments_of
 from prl.config.errors import UserError
@@ -70,10 +70,10 @@ def vllm_keys_take_effect(config: RunConfig, world: World) -> Iterator[UserError
             shown = value.model_dump(exclude_defaults=True) if isinstance(value, Group) else value
             remedy, why = f"inference.{key}={as_override(default)}, or inference=vllm", WHY_IDLE
             if key == "quantization":
-                remedy = f"inference.quantization=null, or {BLOCK_FP8}, or inference=vllm"
+                remedy = f"inference.quantization=null, or {BLOCK_FP8}, or inference=vllm{to_sixteen_bits(config)}"
                 why = "the built-in engine takes weights as they come, and computes in inference.dtype"
             elif key == "deep_gemm" and not sends_blocks(config):
-                remedy += " inference.quantization=fp8"
+                remedy += " inference.quantization=fp8" + to_sixteen_bits(config)
             elif isinstance(value, Group | dict):
                 remedy = f"inference=vllm, or leave inference.{key} out"
             yield UserError(
