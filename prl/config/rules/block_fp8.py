@@ -32,7 +32,8 @@ def sizes_are_whole_blocks(config: RunConfig, world: World) -> Iterator[UserErro
             f"vLLM cannot cut {config.model.name} into blocks of {BLOCK}.",
             where=f"{WHERE}, engines with tp={tp}, {told}",
             why="it joins matrices, and splits them over devices, where blocks end",
-            fix=f"{engines_cast(config)}; or a smaller inference.tp, or inference.expert_parallel=true, where that helps",
+            fix=engines_cast(config)
+            + "; or a smaller inference.tp, or inference.expert_parallel=true, where that helps",
         )
 
 
