@@ -81,7 +81,7 @@ CONTEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inference.expert_parallel": ("rl", (*VLLM, "inference.dp=2")),
     "inference.all2all_backend": ("rl", (*VLLM, "inference.dp=2", "inference.expert_parallel=true")),
     "inference.quantization": ("rl", VLLM),
-    "inference.deep_gemm": ("rl", (*VLLM, "inference.quantization=fp8")),
+    "inference.deep_gemm": ("rl", (*VLLM, "inference.quantization=fp8", "inference.dtype=bfloat16")),
     "inference.env": ("rl", VLLM),
     "inference.vllm": ("rl", VLLM),
     "inference.concurrency.": ("rl", ("inference.concurrency.mode=adaptive",)),
