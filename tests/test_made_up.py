@@ -65,6 +65,7 @@ def test_a_large_models_numbers_do_not_depend_on_threads(tmp_path: Path, monkeyp
 
 
 def test_one_makes_what_several_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_checkpoint(config_of(moe_card()), tmp_path / "before")  # what is imported for it, once
     made, both = [], threading.Barrier(2)
     write = made_up.write_made_up
 
