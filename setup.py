@@ -11,9 +11,13 @@ README = ROOT / "README.md"
 
 HF = ["datasets>=3"]
 MATH = [*HF, "math-verify>=0.8"]
-# measured with quack-kernels 0.5.3 (prl/README.md), which pins a pre-release of cutlass and so cannot be resolved
-# beside it; vLLM 0.32 pins later ones of both
-FA4 = ["flash-attn-4==4.0.0b16", "nvidia-cutlass-dsl==4.6.3", "quack-kernels==0.6.3"]
+# one set, which vLLM 0.32 pins too: with others (4.0.0b16, 4.6.3, 0.6.3) the backward hangs on Hopper
+FA4 = [
+    "flash-attn-4==4.0.0b36",
+    "nvidia-cutlass-dsl[cu13]==4.8.0",
+    "quack-kernels==0.6.5",
+    "apache-tvm-ffi==0.1.11",
+]
 OPTUNA = ["hydra-optuna-sweeper==1.3.0"]  # brings optuna 2.10
 NIXL = ["nixl>=1.5,<2"]
 ROUTER = ["vllm-router==0.1.17"]  # else the built-in one: prl/inference/router/README.md

@@ -3,6 +3,7 @@
 import math
 import os
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -343,6 +344,45 @@ def test_missing_attention_kernels_name_what_to_install():
     with pytest.raises(UserError, match="flash-attn-4") as error:
         activate_attention("flash_attention_4")
     assert error.value.fix.startswith('pip install -e ".[fa4]"')
+
+
+NEWER_KERNELS = """
+def _flash_attn_fwd(q, k, v, **options):
+    assert options["causal"] and options["return_lse"]
+    return v + 1, q[..., 0].mT.float(), None, None, None
+
+
+def _flash_attn_bwd(q, k, v, out, grad, lse, **options):
+    return q, k, v
+"""
+RUN_THEM = """
+import torch
+from torch.nn.attention import _fa4, current_flash_attention_impl
+from prl.models.layers.attention_kernels import width_of_values
+from prl.models.layers.packed_attention import activate_attention
+
+q, k, v = torch.zeros(5, 2, 192), torch.zeros(5, 2, 192), torch.zeros(5, 2, 128)
+assert width_of_values(q, v) == 192
+activate_attention("flash_attention_4")
+assert current_flash_attention_impl() == "FA4"
+assert width_of_values(q, v) == 128
+assert width_of_values(q, torch.zeros(5, 2, 64)) == 192
+ends = torch.tensor([0, 5], dtype=torch.int32)
+out, lse = _fa4._fa4_run_forward(q, k, v, ends, ends, 5, 5, None, True, None, None, None)
+assert torch.equal(out, v + 1) and lse.shape == (2, 5)
+found = _fa4._fa4_run_backward(out, q, k, v, out, lse, ends, ends, None, True, None, None)
+assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+"""
+
+
+def test_flash_attention_4_of_any_version_fits_torchs_registry(tmp_path):
+    """Its forward has returned more than the two results that torch takes since 4.0.0b20."""
+    package = tmp_path / "flash_attn/cute"
+    package.mkdir(parents=True)
+    (package / "interface.py").write_text(NEWER_KERNELS)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", RUN_THEM], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_replicas_draw_the_same_random_weights():

@@ -108,7 +108,11 @@ def _rl(gpus: int, tiny: bool, mixture: str, fit: dict[str, tuple[str, ...]]) ->
     every += () if tiny else ("inference=vllm", "deployment.start_timeout_s=900", "seq_len=16384")
     every += () if tiny else ("inference.max_num_seqs=256",)  # the batch at once
     memory = "memory=none" if tiny else "memory=tight"
-    together = ("deployment=colocated", f"deployment.num_train_gpus={gpus}", f"deployment.num_infer_gpus={gpus}")
+    together: tuple[str, ...] = (
+        "deployment=colocated",
+        f"deployment.num_train_gpus={gpus}",
+        f"deployment.num_infer_gpus={gpus}",
+    )
     # the host keeps moments, and an engine's weights while it sleeps: one engine, not one a GPU
     together += () if tiny else ("inference.tp=4", "inference.expert_parallel=true") if gpus >= 4 else layers(gpus)
     rows = [Row("RL, colocated", "rl", (*every, memory, *together, *list(fit.values())[-1]))]

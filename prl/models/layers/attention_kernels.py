@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 
 def varlen_forward(
@@ -32,7 +33,7 @@ def varlen_forward(
         return _plain_forward(q, k, v, cu_q, cu_k, causal)
     # for max_q = 1 the kernel takes a decoding path, whose log-sum-exp comes back in another order
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, widened(v, q.shape[-1]), cu_q, cu_k, max(max_q, 2), max_k, 0.0, causal, False
+        q, k, widened(v, width_of_values(q, v)), cu_q, cu_k, max(max_q, 2), max_k, 0.0, causal, False
     )
     return narrowed(out, v.shape[-1]), lse
 
@@ -55,7 +56,7 @@ def varlen_backward(
         return _plain_backward(dout, q, k, v, out, lse, cu_q, cu_k, causal)
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
     unused = torch.empty(0, device=q.device)
-    width = q.shape[-1]
+    width = width_of_values(q, v)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         widened(dout, width).contiguous(),
         q,
@@ -73,6 +74,15 @@ def varlen_backward(
         unused,
     )
     return dq, dk, narrowed(dv, v.shape[-1])
+
+
+UNLIKE = {(192, 128)}  # widths of keys and values that FlashAttention 4 takes as they are: latent attention's
+
+
+def width_of_values(q: Tensor, v: Tensor) -> int:
+    """As the kernels want them: as wide as keys, but for FlashAttention 4."""
+    widths = (q.shape[-1], v.shape[-1])
+    return widths[widths in UNLIKE and current_flash_attention_impl() == "FA4"]
 
 
 def widened(x: Tensor, width: int) -> Tensor:

@@ -55,10 +55,15 @@ def activate_attention(impl: AttentionImpl) -> None:
     """
     if impl not in ("flash_attention_3", "flash_attention_4"):
         return
-    from torch.nn.attention import activate_flash_attention_impl
-
     try:
-        activate_flash_attention_impl(f"FA{impl[-1]}")
+        if impl == "flash_attention_4":
+            from prl.models.layers.flash_attention_4 import activate
+
+            activate()
+        else:
+            from torch.nn.attention import activate_flash_attention_impl
+
+            activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
         package = FLASH_ATTENTION_4 if impl.endswith("4") else FLASH_ATTENTION_3
         raise UserError(
