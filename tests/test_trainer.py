@@ -372,6 +372,18 @@ out, lse = _fa4._fa4_run_forward(q, k, v, ends, ends, 5, 5, None, True, None, No
 assert torch.equal(out, v + 1) and lse.shape == (2, 5)
 found = _fa4._fa4_run_backward(out, q, k, v, out, lse, ends, ends, None, True, None, None)
 assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+
+import pytest
+from flash_attn.cute import interface
+from prl.config.errors import UserError
+
+def older(*args, **options):
+    raise TypeError("make_kwargs_wrapper() got an unexpected keyword argument")
+
+interface._flash_attn_fwd = older
+with pytest.raises(UserError, match="cannot compile its kernels: TypeError") as error:
+    _fa4._fa4_run_forward(q, k, v, ends, ends, 5, 5, None, True, None, None, None)
+assert "quack-kernels (not installed), apache-tvm-ffi" in error.value.why
 """
 
 

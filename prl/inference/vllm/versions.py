@@ -67,7 +67,7 @@ def pass_over_flash_attention_4() -> None:
     """Have vLLM 0.23 find no `flash_attn` where flash-attn-4 is all that has this name.
 
     It takes that for version 2 and imports its rotary kernel, which version 4 does not bring: its engine ended there.
-    0.32 passes over it by itself.
+    0.32 passes over it by itself. (The kernels themselves need a later apache-tvm-ffi than 0.23 brings.)
     """
     if not is_old() or find_spec("flash_attn") is None or find_spec("flash_attn.ops") is not None:
         return
