@@ -80,3 +80,29 @@ def test_a_checkpoint_whose_tokenizer_was_left_out_is_told(tmp_path):
     config = compose(["model=auto", f"model.path={tmp_path}"]).model
     with pytest.raises(UserError, match=r"no tokenizer(?s:.*)it has no vocabulary"):
         load_tokenizer(config, tmp_path)
+
+
+def test_a_place_beside_the_checkpoint_is_told_with_what_to_give_instead(tmp_path):
+    for place in ("run/checkpoints/step_2", "run/export", "alone/adapter"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "run/plan.json").write_text("{}")
+    (tmp_path / "alone/adapter/adapter_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    for place, told in (
+        ("run", f"model.path={tmp_path}/run/export"),
+        ("run/checkpoints/step_2", f"model.path={tmp_path}/run/export"),
+        ("alone", "merge_and_unload"),
+        ("config.json", f"model.path={tmp_path}"),
+    ):
+        with pytest.raises(UserError) as refused:
+            compose(["model=auto", f"model.path={tmp_path / place}"])
+        assert told in refused.value.fix, place
+
+
+def test_an_index_that_is_not_of_the_files_beside_it_may_go(tmp_path):
+    path = tmp_path
+    saved(path)
+    (path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(UserError) as refused:
+        check_files(path)
+    assert refused.value.fix.startswith(f"remove {INDEX}, if all weights are in model.safetensors; or ")

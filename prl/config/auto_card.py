@@ -120,12 +120,21 @@ def cannot_be(file: Path, why: str) -> UserError:
 
 
 def _unreadable(file: Path, why: str) -> UserError:
-    return UserError(
-        "config.json of the checkpoint cannot be read.",
-        where=str(file),
-        why=why,
-        fix="model.path=/path/to/a/Hugging-Face/checkpoint, or a card of yours: model=qwen3_4b model.card.KEY=VALUE",
-    )
+    usual = "model.path=/path/to/a/Hugging-Face/checkpoint, or a card of yours: model=qwen3_4b model.card.KEY=VALUE"
+    odd, instead = meant_by(file.parent) or (why, usual)
+    return UserError("config.json of the checkpoint cannot be read.", where=str(file), why=odd, fix=instead)
+
+
+def meant_by(directory: Path) -> tuple[str, str] | None:
+    """What a directory is that has no config.json, and what to give instead; None where nobody knows."""
+    for run in (directory, directory.parent.parent if directory.parent.name == "checkpoints" else directory):
+        if (run / "plan.json").is_file():
+            what = "the directory is a run's" if run == directory else "the directory is a checkpoint of a trainer"
+            return what, f"model.path={run / 'export'}; to evaluate: eval.run={run} without model.path"
+    if (directory / "adapter" / "adapter_config.json").is_file():
+        merged = "memory_recipe.lora.export_merged=true leaves the whole model there"
+        return "the export has an adapter alone", f"merge it by PEFT (merge_and_unload) and save that; {merged}"
+    return None
 
 
 def _silent(lacking: list[str], family: str, path: str, kind: str) -> UserError:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prl.config.auto_card import FREE, adapters_alone, cannot_be
+from prl.config.auto_card import FREE, adapters_alone, cannot_be, meant_by
 from prl.config.cards import facts_of, not_built, text_config
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES, UNREAD
@@ -26,15 +26,10 @@ def read_config_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((path / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        is_run = (path / "plan.json").is_file()
-        raise UserError(
-            f"config.json of the checkpoint cannot be read: {error}",
-            where=str(path / "config.json"),
-            why="the directory is a run's" if is_run else "the weights' shapes and names follow from it",
-            fix=f"model.path={path / 'export'}; to evaluate: eval.run={path} without model.path"
-            if is_run
-            else "model.path=/path/to/a/Hugging-Face/checkpoint",
-        ) from error
+        usual = "the weights' shapes and names follow from it", "model.path=/path/to/a/Hugging-Face/checkpoint"
+        why, fix = meant_by(path) or usual
+        what = f"config.json of the checkpoint cannot be read: {error}"
+        raise UserError(what, where=str(path / "config.json"), why=why, fix=fix) from error
 
 
 def card_of_impl(model: ModelConfig) -> ModelCard:

@@ -153,6 +153,8 @@ def why_not(error: Exception, name: str, kind: Kind) -> tuple[str, str]:
     why = f"{type(error).__name__}: {lines[0] if lines else ''}"
     site = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if isinstance(error, HFValidationError) or is_path(name):
+        if Path(name).expanduser().is_file():
+            return "it is a file, where the directory of a checkpoint belongs", f"model.path={Path(name).parent}"
         return f"there is no directory {name}, and the hub has no such names", "correct the path"
     if isinstance(error, GatedRepoError) or "gated" in why:
         return why, f"accept its terms at {site}, then `hf auth login`, or HF_TOKEN=... in the environment"

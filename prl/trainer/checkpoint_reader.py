@@ -18,6 +18,7 @@ from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.checkpoints.writing import export_checkpoint, hf_tensors
 from prl.models.layers.decoder import Decoder
+from prl.runtime.directory.beginning import begun_path, refuse_other_weights
 from prl.runtime.directory.checkpoints import TRAINER, step_dir
 from prl.runtime.directory.evaluation import CONVERTED, read_source
 from prl.runtime.directory.files import PARTIAL
@@ -36,8 +37,10 @@ def main(ctx: ChildContext) -> None:
     source = read_source(evaluation)
     run = Path(source["run"])
     config = read_run(run).config
-    began = resolve_model_path(config.model, Path(config.cache_dir), _text(start_of(config)))
+    began = begun_path(run, resolve_model_path(config.model, Path(config.cache_dir), _text(start_of(config))))
     saved = step_dir(run, source["step"]) / TRAINER
+    if config.memory_recipe.lora.rank or (config.model.card.index_topk and not config.model.indexer_loss_coef):
+        refuse_other_weights(run, began, "frozen weights")
     try:
         model = read_policy(config, began, saved)
     except Exception as error:

@@ -50,6 +50,7 @@ from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.text.tokenizer import is_built_in, save_byte_tokenizer
 from prl.planning.run_plan import RolePlan
 from prl.planning.vllm_arguments import cpu_environment, server_arguments, to_argv
+from prl.runtime.directory.beginning import begun_path
 from prl.runtime.process.child import ChildContext
 from prl.transport.sources import WeightSource
 
@@ -81,6 +82,7 @@ def prepare(ctx: ChildContext) -> Namespace:
     check_expert_ranks(ctx.role, config.model.card.num_experts)
     with on_one_thread():
         path = resolve_model_path(config.model, Path(config.cache_dir), ctx.init_model_path)
+        path = begun_path(ctx.run_dir, path) if ctx.resume_step else path  # with `lora` it gets adapters alone
     check_card(path, card_of_impl(config.model))
     check_files(path)  # vLLM would say so a minute later
     if sends_weights(config):

@@ -68,6 +68,7 @@ def check_files(path: Path) -> None:
             fix="model.path=/path/to/a/Hugging-Face/checkpoint",
         )
     has_index = (path / INDEX).is_file()
+    whole = (path / SINGLE).is_file() and path / SINGLE not in files
     if gone := [file for file in files if not file.exists()]:  # of the hub's cache also a link to what is not there
         raise UserError(
             f"{gone[0].name} is missing" + (f", and {len(gone) - 1} files more" if gone[1:] else ""),
@@ -75,7 +76,7 @@ def check_files(path: Path) -> None:
             why=f"{INDEX} lists {len(files)} files; the download may have ended early, or the index is another's"
             if has_index
             else "it is a link to what is not there; the hub's cache keeps files so, in blobs",
-            fix=repair(gone[0]),
+            fix=(f"remove {INDEX}, if all weights are in {SINGLE}; or " if whole else "") + repair(gone[0]),
         )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from prl.metrics.mfu import utilisation
 from prl.models.checkpoints.sources import resolve_model_path
+from prl.runtime.directory.beginning import begun_path
 from prl.runtime.process.child import ChildContext
 from prl.trainer.loops.batches import BatchClient
 from prl.trainer.loops.export import export_policy
@@ -47,7 +48,8 @@ class RLTrainer:
     def __init__(self, ctx: ChildContext, world: World, writer: Started | None = None) -> None:
         self.ctx, self.world, self.config = ctx, world, ctx.plan.config
         seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
-        self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
+        found = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
+        self.model_path = begun_path(ctx.run_dir, found) if ctx.resume_step else found
         self.policy = Policy(self.config, self.config.optim, self.config.max_steps, self.model_path, world)
         self.client = BatchClient(ctx.endpoints["orchestrator"], ctx.keys.train, self.check_neighbours)
         self.batches = SharedFetch(world, self.client)
@@ -63,7 +65,7 @@ class RLTrainer:
 
     def run(self) -> None:
         ctx = self.ctx
-        self.saving.load(self.policy)
+        self.saving.load(self.policy, self.model_path)
         self.guard.begin(self.policy.model)
         ctx.ready()
         self.client.wait_for_engines()

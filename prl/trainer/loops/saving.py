@@ -9,14 +9,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from prl.models.checkpoints.further_layers import further_layers
 from prl.models.device import pick_device
+from prl.models.layers.decoder import Decoder
+from prl.runtime.directory.beginning import note_beginning, refuse_other_weights
 from prl.runtime.directory.checkpoints import step_dir
 from prl.runtime.directory.stop_notice import seconds_left
 from prl.runtime.process.child import ChildContext
-from prl.trainer.checkpoint import TrainerCheckpointer
+from prl.trainer.checkpoint import TrainerCheckpointer, frozen_names
 from prl.trainer.policy import Policy
 from prl.trainer.world import World, sum_over_world
 from prl.trainer.writer.starting import Started, forked
@@ -31,6 +35,15 @@ def writer_before_world(ctx: ChildContext) -> Started | None:
     config = ctx.plan.config
     on_cpu = pick_device(config.deployment.device).type == "cpu"
     return forked() if config.ckpt.asynchronous and on_cpu and sys.platform == "linux" else None
+
+
+def what_stays(model: Decoder, model_path: Path) -> str:
+    """In words, what of the weights at `model_path` is trained by nobody, so that no checkpoint has it; else ""."""
+    frozen = frozen_names(model)
+    with further_layers(model, model_path) as further:
+        found = [(any("indexer" not in name for name in frozen), "frozen weights"), (frozen, "frozen indexers")]
+        kinds = [words for there, words in found if there][:1] + ["further layers"] * bool(further.slices)
+    return " and ".join(kinds)
 
 
 class Saving:
@@ -57,9 +70,15 @@ class Saving:
         self.in_haste = False
         self.commit_s = 0.0  # what the last one took; 0: there was none
 
-    def load(self, policy: Policy) -> None:
-        """The state of the step to resume from, if there is one."""
-        step = self.ctx.resume_step
+    def load(self, policy: Policy, model_path: Path) -> None:
+        """The state of the step to resume from, if there is one. Raises UserError where the weights at `model_path`,
+        of which some are read again, are not those that the run began with.
+        """
+        step, run_dir = self.ctx.resume_step, self.ctx.run_dir
+        if self.world.is_main and not step:
+            note_beginning(run_dir, model_path)
+        elif self.world.is_main and (frozen := what_stays(policy.model, model_path)):
+            refuse_other_weights(run_dir, model_path, frozen)
         if step:
             self.checkpointer.load(step_dir(self.ctx.run_dir, step), policy.model, policy.optimizers)
 

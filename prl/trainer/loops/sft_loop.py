@@ -15,6 +15,7 @@ from prl.metrics.reader import read_rows
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import check_template, load_tokenizer
+from prl.runtime.directory.beginning import begun_path
 from prl.runtime.directory.checkpoints import parts_of
 from prl.runtime.directory.commits import Committer
 from prl.runtime.process.child import ChildContext
@@ -46,7 +47,8 @@ class SftTrainer:
         assert ctx.plan.config.sft is not None
         self.ctx, self.world, self.config, self.sft = ctx, world, ctx.plan.config, ctx.plan.config.sft
         seed_everything(self.config.seed + world.rank, self.config.debug.deterministic)
-        self.model_path = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
+        found = resolve_model_path(self.config.model, Path(self.config.cache_dir), ctx.init_model_path)
+        self.model_path = begun_path(ctx.run_dir, found) if ctx.resume_step else found
         tokenizer = load_tokenizer(self.config.model, self.model_path)
         check_template(tokenizer, self.config.model, self.model_path)
         renderer = ChatRenderer(tokenizer)
@@ -63,7 +65,7 @@ class SftTrainer:
 
     def run(self) -> None:
         step = self.ctx.resume_step
-        self.saving.load(self.policy)
+        self.saving.load(self.policy, self.model_path)
         self.guard.begin(self.policy.model)
         rows = self.data.rows(skip=step * self.sft.batch_size)
         self.ctx.ready()
