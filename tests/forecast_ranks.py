@@ -23,7 +23,8 @@ from prl.config.world import world_of
 from prl.planning.run_plan import MeshPlan
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import build_world
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 HIDDEN = 128  # of the tiny cards
 sent: Counter[str] = Counter()

@@ -28,7 +28,8 @@ from prl.planning.run_plan import MeshPlan
 from prl.trainer.policy import seed_everything
 from prl.trainer.world import build_world, cut_at_nodes
 from prl.transport.batch import MicroBatch
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 EXPERTS, TOP_K, HIDDEN = 16, 4, 8
 CASES = ("even", "uneven", "nobody", "one node", "one rank", "limited")

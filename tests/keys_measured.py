@@ -144,6 +144,7 @@ MEASURED = {
     "memory_recipe.lora.rank": "test_keys_trainer.py::test_adapters_are_where_lora_says",
     "memory_recipe.lora.targets": "test_keys_trainer.py::test_adapters_are_where_lora_says",
     "memory_recipe.optim_cpu_offload": "test_keys_trainer.py::test_the_optimizer_lives_where_optim_cpu_offload_says",
+    "memory_recipe.share_prefixes": "test_keys_orchestrator.py::test_what_a_group_has_in_common_is_run_once_if_told_so",
     "model.attn": "test_keys_trainer.py::test_attn_asks_for_its_kernels",
     "model.card.family": "test_keys_records.py::test_impl_and_family_choose_whose_code_runs",
     "model.dtype": "test_trainer.py::test_bfloat16_is_near_float32",

@@ -20,7 +20,8 @@ from prl.planning.run_plan import MeshPlan
 from prl.trainer.losses import mismatch_kl
 from prl.trainer.policy import Policy
 from prl.trainer.world import build_world
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 CPU = torch.device("cpu")
 

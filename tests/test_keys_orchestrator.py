@@ -121,9 +121,16 @@ def fed(orchestrator):
 def test_rows_hold_seq_len_tokens(orchestrator):
     for rows, seq_len in ((1, 320), (2, 64)):
         made = orchestrator("max_steps=1", "inference.max_model_len=64", "inference.sampling.max_tokens=32",
-                            f"seq_len={seq_len}")  # fmt: skip
+                            f"seq_len={seq_len}", "memory_recipe.share_prefixes=false")  # fmt: skip
         (batch,) = fed(made)[1]
         assert len(batch.micro_batches) == rows
+
+
+def test_what_a_group_has_in_common_is_run_once_if_told_so(orchestrator):
+    for told, run in (([], False), (["memory_recipe.share_prefixes=false"], True)):
+        made = orchestrator("max_steps=1", *told)
+        (batch,) = fed(made)[1]
+        assert all((row.run_tokens == row.num_tokens) is run for row in batch.micro_batches)
 
 
 def test_evaluations_are_where_eval_says():

@@ -28,7 +28,8 @@ from prl.trainer.parallelize import apply_expert_parallelism, expert_modules
 from prl.trainer.policy import context_group, seed_everything
 from prl.trainer.world import build_world
 from prl.trainer.writer.process import WriterProcess
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,9 @@ def test_fp8_takes_the_place_of_linears(world, model_path):
 def test_attn_asks_for_its_kernels(policy_of, monkeypatch):
     asked = []
     monkeypatch.setattr(policy_module, "activate_attention", asked.append)
-    monkeypatch.setattr(policy_module, "attend_documents", lambda card, lens, device, kind: asked.append(kind))
+    monkeypatch.setattr(
+        policy_module, "attend_documents", lambda card, lens, device, kind, prefixes: asked.append(kind)
+    )
     monkeypatch.setattr(policy_module.Policy, "run_model", lambda *args: (None, None))
     for attn in ("auto", "sdpa"):
         policy_of(f"model.attn={attn}").forward(rows_of(1)[0])

@@ -12,10 +12,10 @@ from torch import Tensor
 from prl.models import by_hand
 from prl.models.by_hand import (
     GroupedLinearByHand,
+    PaddedQueries,
     RMSNormByHand,
     RotationByHand,
     ShortAttentionByHand,
-    Slots,
     SwiGLUByHand,
     is_by_hand,
 )
@@ -32,10 +32,10 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def slots() -> list[Slots]:
+def documents() -> list[PaddedQueries]:
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
     few = torch.tensor(LENGTHS) <= 3
-    return [Slots(starts[kind], torch.tensor(LENGTHS)[kind]) for kind in (few, ~few)]
+    return [PaddedQueries(starts[kind], torch.tensor(LENGTHS)[kind]) for kind in (few, ~few)]
 
 
 def angles(heads_dim: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         (numbers(5, 4), numbers(3, 6, 4, seed=1)),
     ),
     "attention": (
-        lambda q, k, v: ShortAttentionByHand.apply(q, k, v, slots()),
+        lambda q, k, v: ShortAttentionByHand.apply(q, k, v, documents()),
         (numbers(TOKENS, 4, 4), numbers(TOKENS, 2, 4, seed=1), numbers(TOKENS, 2, 4, seed=2)),
     ),
 }

@@ -18,7 +18,8 @@ from prl.trainer.loops.batches import BatchClient
 from prl.trainer.loops.shared_fetch import SharedFetch
 from prl.trainer.world import build_world
 from prl.transport.batch import TrainBatch
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 TOKENS = 50_000
 

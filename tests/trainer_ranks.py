@@ -35,7 +35,8 @@ from prl.trainer.owned import owned_by
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import World, build_world, sum_over_data
 from prl.transport.batch import MicroBatch
-from prl.transport.packing import Document, build_micro_batch, deal_rows, padding_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch, deal_rows, padding_micro_batch
 
 TESTS = Path(__file__).parent
 

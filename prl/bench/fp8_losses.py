@@ -15,7 +15,8 @@ from prl.planning.run_plan import MeshPlan
 from prl.trainer.policy import Policy, seed_everything
 from prl.trainer.world import build_world, leave_world
 from prl.transport.batch import MicroBatch
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 ALPHABET = 256  # tokens in use
 NOISE = 0.1  # share of tokens that follow from nothing

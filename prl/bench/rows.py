@@ -8,7 +8,8 @@ import numpy as np
 
 from prl.config.schema import BenchConfig
 from prl.transport.batch import MicroBatch
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 SHORTEST = 8  # variable documents are at least this part of doc_len
 

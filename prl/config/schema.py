@@ -137,7 +137,8 @@ class LoraConfig(Group):
 
 
 class MemoryConfig(Group):
-    """Group `memory_recipe` (selected as `memory=` or `memory_recipe=`): what trades speed for memory."""
+    """Group `memory_recipe` (selected as `memory=` or `memory_recipe=`): what trades speed for memory, or saves
+    both."""
 
     ac: ActivationCheckpointing = ActivationCheckpointing()
     ac_offloading: ActivationOffloading = ActivationOffloading()
@@ -146,6 +147,8 @@ class MemoryConfig(Group):
     # true: moments wait on the host between steps; full: float32 master weights, moments and the step itself live there
     optim_cpu_offload: bool | Literal["full"] = False
     compile: bool = False
+    # documents of an RL batch that begin alike, as a group's do with their prompt, have that run once
+    share_prefixes: bool = True
     lora: LoraConfig = LoraConfig()
 
 

@@ -116,6 +116,17 @@ def takes_turns(config: RunConfig) -> bool:
     return config.deployment.type == "colocated" and config.deployment.infer_memory_fraction is None
 
 
+def shares_prefixes(config: RunConfig) -> bool:
+    """Whether the trainer runs once what documents have in common at their beginning: asked for, and known to the
+    attention that it has: ours in float32, over whole rows. Keys chosen by an indexer and states of layers belong to
+    one document.
+    """
+    model, card = config.model, config.model.card
+    known = model.dtype == "float32" and model.impl != "hf" and card.is_native and config.parallelism.cp == 1
+    whole = not card.index_topk and not card.state_layers
+    return config.memory_recipe.share_prefixes and config.job == "rl" and known and whole
+
+
 def context_style(config: RunConfig) -> CpStyle:
     """As asked for; `auto` is the first that the model knows, and a ring where Ulysses cannot share out the heads."""
     card, style = config.model.card, config.parallelism.cp_style

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import InferenceConfig
-from prl.inference.forward import DecodeRows, prefill, routing_pieces, sampling_table
+from prl.inference.forward import DecodeRows, PrefillRows, prefill, routing_pieces, sampling_table
 from prl.inference.isolation import BrokenWeights, Isolation
 from prl.inference.kv_cache import KVCache, Namespace
 from prl.inference.sampling import (
@@ -34,6 +34,8 @@ from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.decoder import Decoder
 
 MAX_PREFILL_TOKENS = 8192  # per step, so that one step's memory and latency stay bounded
+# to be prefilled in one pass with what is decoded: more of them are worth a pass, and a failure, of their own
+TOKENS_BESIDE = 512
 
 
 @dataclass
@@ -185,12 +187,20 @@ class TorchEngine:
         assert self.awake
         assert self.has_weights
         self.stats.steps += 1
-        finished = []
-        if self.waiting and self.cache.num_free:
-            finished += self.isolation.run(self._prefill, self._admit())
+        finished: list[Sequence] = []
+        admitted = self._admit() if self.waiting and self.cache.num_free else []
+        if admitted and self.running and self._fit_beside(admitted):
+            return self.isolation.run(lambda _: self._decode(admitted), [*self.running, *admitted])
+        if admitted:
+            finished += self.isolation.run(self._prefill, admitted)
         if self.running:
-            finished += self.isolation.run(self._decode, list(self.running))
+            finished += self.isolation.run(lambda _: self._decode([]), list(self.running))
         return finished
+
+    def _fit_beside(self, admitted: list[Sequence]) -> bool:
+        """Whether one pass may prefill these and decode the others: states and choices of keys are not written so."""
+        tokens = sum(len(s.token_ids) - s.computed for s in admitted)
+        return tokens <= TOKENS_BESIDE and not self.cache.states and not self.model.card.index_topk
 
     def advance_alone(self, sequence: Sequence) -> list[Sequence]:
         """Compute a sequence that is in no slot anew, and one more token of it. Returns it if that ends it."""
@@ -266,24 +276,35 @@ class TorchEngine:
 
     def _prefill(self, admitted: list[Sequence]) -> list[Sequence]:
         """Forward all new tokens of the admitted sequences, sample one token each."""
-        row_of: dict[tuple[str, int | None, tuple[int, ...]], int] = {}
-        lead: list[Sequence] = []
-        rows: list[int] = []
-        for sequence in admitted:  # the same prompt is computed once, then copied
-            params = sequence.request.params
-            key = (sequence.request.cache_salt, params.prompt_logprobs, tuple(sequence.token_ids))
-            if row_of.setdefault(key, len(lead)) == len(lead):
-                lead.append(sequence)
-            rows.append(row_of[key])
-        logits, pieces = prefill(self.model, self.cache, lead, self._recorder())
-        for sequence, row in zip(admitted, rows, strict=True):
-            self._complete_prefill(sequence, lead[row], pieces[row] if pieces else None)
+        leads, of_leads = self._leads(admitted)
+        logits, pieces = prefill(self.model, self.cache, leads, self._recorder())
+        self._enter(admitted, leads, of_leads, pieces)
         table = sampling_table(admitted, self.eos, self.vocab, self.device)
         positions = torch.tensor([len(s.token_ids) for s in admitted], device=self.device)
-        drawn = self._draw(admitted, logits[torch.tensor(rows, device=self.device)], table, positions)
+        drawn = self._draw(admitted, logits[torch.tensor(of_leads, device=self.device)], table, positions)
+        return self._collect(admitted, *drawn)
+
+    def _leads(self, admitted: list[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """The same prompt is computed once, then copied: for whom, and whose is that of each."""
+        row_of: dict[tuple[str, int | None, tuple[int, ...]], int] = {}
+        leads: list[Sequence] = []
+        of_leads: list[int] = []
+        for sequence in admitted:
+            params = sequence.request.params
+            key = (sequence.request.cache_salt, params.prompt_logprobs, tuple(sequence.token_ids))
+            if row_of.setdefault(key, len(leads)) == len(leads):
+                leads.append(sequence)
+            of_leads.append(row_of[key])
+        return leads, of_leads
+
+    def _enter(
+        self, admitted: list[Sequence], leads: list[Sequence], of_leads: list[int], pieces: list[np.ndarray]
+    ) -> None:
+        """They have their KV, or that of their leads, and run."""
+        for sequence, row in zip(admitted, of_leads, strict=True):
+            self._complete_prefill(sequence, leads[row], pieces[row] if pieces else None)
         self.running += admitted
         self.rows = None
-        return self._collect(admitted, *drawn)
 
     def _complete_prefill(self, sequence: Sequence, leader: Sequence, routed: np.ndarray | None) -> None:
         length = len(sequence.token_ids)
@@ -300,18 +321,32 @@ class TorchEngine:
         if self.config.prefix_caching:  # findable by later requests while it runs
             self.cache.file_running(sequence.slot, self._namespace(sequence), list(sequence.token_ids))
 
-    def _decode(self, running: list[Sequence]) -> list[Sequence]:
-        """One token for every running sequence."""
+    def _decode(self, admitted: list[Sequence]) -> list[Sequence]:
+        """One token for every running sequence, and in the same pass the first one for those that are admitted."""
         if self.rows is None:
-            self.rows = DecodeRows(running, self.eos, self.vocab, self.device)
+            self.rows = DecodeRows(self.running, self.eos, self.vocab, self.device)
         rows, recorder = self.rows, self._recorder()
-        logits = rows.forward(self.model, self.cache, recorder)
-        tokens, logprobs = self._draw(rows.sequences, logits, rows.table, rows.positions)
-        rows.advance(tokens)
-        routed = routing_pieces(recorder, [1] * len(rows.sequences), self.model.card)
-        for sequence, piece in zip(rows.sequences, routed, strict=False):
+        sequences, table, positions = rows.sequences, None, rows.positions
+        if admitted:
+            sequences = [*sequences, *admitted]
+            leads, of_leads = self._leads(admitted)
+            logits, pieces = rows.forward_beside(
+                self.model, self.cache, PrefillRows(self.model, self.cache, leads), recorder
+            )
+            count = len(rows.sequences)
+            self._enter(admitted, leads, of_leads, pieces[count:])
+            logits = logits[torch.tensor([*range(count), *(count + row for row in of_leads)], device=self.device)]
+            table = sampling_table(sequences, self.eos, self.vocab, self.device)
+            ends = torch.tensor([len(s.token_ids) for s in admitted], device=self.device)
+            positions = torch.cat([positions, ends])
+        else:
+            logits = rows.forward(self.model, self.cache, recorder)
+            pieces = routing_pieces(recorder, [1] * len(sequences), self.model.card)
+        tokens, logprobs = self._draw(sequences, logits, table or rows.table, positions)
+        rows.advance(tokens[: len(rows.sequences)])
+        for sequence, piece in zip(rows.sequences, pieces, strict=False):
             sequence.routed.append(piece)  # one piece each, or none at all
-        return self._collect(rows.sequences, tokens, logprobs)
+        return self._collect(sequences, tokens, logprobs)
 
     def _draw(
         self, sequences: list[Sequence], logits: Tensor, table: SamplingTable, positions: Tensor

@@ -5,6 +5,7 @@ Tokens of all sequences lie in one flat dimension [N]; only attention tells them
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -103,6 +104,37 @@ def _prefill_attention(cache: KVCache, classes: list[_LengthClass], slots: Tenso
     return attend
 
 
+class PrefillRows:
+    """Sequences [P] whose uncomputed tokens [N] are to be forwarded into their slots."""
+
+    def __init__(self, model: Decoder, cache: KVCache, sequences: list[Sequence]) -> None:
+        self.sequences, device = sequences, cache.device
+        self.lengths = lengths = [len(s.token_ids) - s.computed for s in sequences]
+        self.input_ids = torch.tensor([t for s in sequences for t in s.token_ids[s.computed :]], device=device)
+        self.positions = torch.tensor(
+            [p for s in sequences for p in range(s.computed, len(s.token_ids))], device=device
+        )
+        slots = torch.tensor([s.slot for s, n in zip(sequences, lengths, strict=True) for _ in range(n)], device=device)
+        self.ends = torch.tensor(lengths, device=device).cumsum(0) - 1  # [P] each one's last token
+        self.attend: Attend
+        if model.card.index_topk:
+            longest = max(len(s.token_ids) for s in sequences)
+            self.attend = CachedSparseAttention(cache, model.card, slots, self.positions, longest)
+            return
+        classes = _length_classes(sequences, device)
+        self.attend = _prefill_attention(cache, classes, slots, self.positions)
+        if cache.states:
+            padded = [PaddedRows(c.flat, c.row, c.column, c.slots, c.new, c.cached > 0) for c in classes]
+            self.attend = HybridAttend(self.attend, cache.states.prefill(padded))
+
+    def tell_prompts(self, model: Decoder, hidden: Tensor) -> None:
+        """Log-probabilities of the prompts of those that asked; hidden [N, H] of the tokens here."""
+        starts = np.cumsum([0, *self.lengths])
+        for sequence, start in zip(self.sequences, starts, strict=False):
+            if sequence.request.params.prompt_logprobs is not None:
+                sequence.prompt_logprobs = _of_prompt(model, hidden[start:], sequence.request.prompt_ids)
+
+
 def prefill(
     model: Decoder, cache: KVCache, sequences: list[Sequence], recorder: RoutingRecorder | None
 ) -> tuple[Tensor, list[np.ndarray]]:
@@ -110,28 +142,10 @@ def prefill(
 
     Returns logits [B, V] after each one's last token, and each one's routing [new tokens, L, K] (none if not recorded).
     """
-    device = cache.device
-    lengths = [len(s.token_ids) - s.computed for s in sequences]
-    input_ids = torch.tensor([t for s in sequences for t in s.token_ids[s.computed :]], device=device)
-    positions = torch.tensor([p for s in sequences for p in range(s.computed, len(s.token_ids))], device=device)
-    slots = torch.tensor([s.slot for s, n in zip(sequences, lengths, strict=True) for _ in range(n)], device=device)
-    attend: Attend
-    if model.card.index_topk:
-        longest = max(len(s.token_ids) for s in sequences)
-        attend = CachedSparseAttention(cache, model.card, slots, positions, longest)
-    else:
-        classes = _length_classes(sequences, device)
-        attend = _prefill_attention(cache, classes, slots, positions)
-        if cache.states:
-            padded = [PaddedRows(c.flat, c.row, c.column, c.slots, c.new, c.cached > 0) for c in classes]
-            attend = HybridAttend(attend, cache.states.prefill(padded))
-    hidden = model(input_ids, positions, attend, recorder=recorder)
-    starts = np.cumsum([0, *lengths])
-    for sequence, start in zip(sequences, starts, strict=False):
-        if sequence.request.params.prompt_logprobs is not None:
-            sequence.prompt_logprobs = _of_prompt(model, hidden[start:], sequence.request.prompt_ids)
-    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-    return model.logits(hidden[ends]), routing_pieces(recorder, lengths, model.card)
+    rows = PrefillRows(model, cache, sequences)
+    hidden = model(rows.input_ids, rows.positions, rows.attend, recorder=recorder)
+    rows.tell_prompts(model, hidden)
+    return model.logits(hidden[rows.ends]), routing_pieces(recorder, rows.lengths, model.card)
 
 
 def _of_prompt(model: Decoder, hidden: Tensor, prompt_ids: list[int]) -> list[float]:
@@ -162,11 +176,14 @@ class DecodeRows:
         self.slots = torch.tensor([s.slot for s in self.sequences], device=device)
         self.positions = torch.tensor([s.computed for s in self.sequences], device=device)
         self.last_token = torch.tensor([s.token_ids[-1] for s in self.sequences], device=device)
-        self.table = sampling_table(self.sequences, eos, vocab, device)
-        self.device = device
+        self.eos, self.vocab, self.device = eos, vocab, device
         self.num_slots = self.sequences[-1].slot + 1  # slots [0, num_slots) hold all rows
         self.dense = self.num_slots == len(self.sequences)
         self.view = self.num_slots <= VIEW_OVERHEAD * len(self.sequences)
+
+    @functools.cached_property
+    def table(self) -> SamplingTable:
+        return sampling_table(self.sequences, self.eos, self.vocab, self.device)
 
     def forward(self, model: Decoder, cache: KVCache, recorder: RoutingRecorder | None) -> Tensor:
         """Logits [B, V] after the last token of each row; `positions` move on to the token to be drawn."""
@@ -180,6 +197,26 @@ class DecodeRows:
         hidden = model(self.last_token, self.positions, attend, recorder=recorder)
         self.positions += 1
         return model.logits(hidden)
+
+    def forward_beside(
+        self, model: Decoder, cache: KVCache, new: PrefillRows, recorder: RoutingRecorder | None
+    ) -> tuple[Tensor, list[np.ndarray]]:
+        """As `forward`, and in the same pass what is to be prefilled: what a pass costs besides its tokens comes once.
+
+        Returns logits [B + P, V] and as many pieces of routing (none if not recorded), those of the rows here first.
+        """
+        count, decode = len(self.sequences), self._attention(cache)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            running = decode(layer, q[:count], k[:count], v[:count])
+            return torch.cat([running, new.attend(layer, q[count:], k[count:], v[count:])])
+
+        input_ids, positions = torch.cat([self.last_token, new.input_ids]), torch.cat([self.positions, new.positions])
+        hidden = model(input_ids, positions, attend, recorder=recorder)
+        new.tell_prompts(model, hidden[count:])
+        self.positions += 1
+        logits = model.logits(torch.cat([hidden[:count], hidden[count:][new.ends]]))
+        return logits, routing_pieces(recorder, [1] * count + new.lengths, model.card)
 
     def advance(self, tokens: Tensor) -> None:
         """tokens [B] int64 were drawn; the next forward pass takes them."""
@@ -199,17 +236,22 @@ class DecodeRows:
         if spread:
             ends = ends.new_zeros(self.num_slots).index_copy(0, self.slots, ends)
         mask = torch.where(torch.arange(context, device=self.device) <= ends[:, None], 0.0, -torch.inf)
-        mask = mask[:, None, None, :]  # [rows, 1, 1, S]
         chosen = slice(self.num_slots) if self.view else self.slots
+        masks: dict[int, Tensor] = {}  # by heads of keys: [rows * Hkv, 1, S]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(layer, self.slots, self.positions, k, v)
             if spread:
                 q = q.new_zeros(self.num_slots, *q.shape[1:]).index_copy(0, self.slots, q)
-            keys, values = (cached[chosen, :, :context] for cached in cache.of(layer))  # [rows, Hkv, S, D]
-            grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1]) * q.shape[-1] ** -0.5  # [rows, Hkv, G, D]
-            scores = (grouped @ keys.transpose(-1, -2)).float() + mask
-            out = (scores.softmax(dim=-1).to(q.dtype) @ values).view(*q.shape[:2], -1)
+            keys, values = (cached[chosen, :, :context].flatten(0, 1) for cached in cache.of(layer))
+            grouped, heads = q.view(len(keys), -1, q.shape[-1]), len(keys) // len(q)  # [rows * Hkv, G, D]
+            if heads not in masks:
+                masks[heads] = mask.repeat_interleave(heads, dim=0)[:, None]
+            if q.dtype == torch.float32:  # one pass less over the scores
+                scores = torch.baddbmm(masks[heads], grouped, keys.mT, alpha=q.shape[-1] ** -0.5)
+            else:
+                scores = torch.bmm(grouped * q.shape[-1] ** -0.5, keys.mT).float() + masks[heads]
+            out = torch.bmm(scores.softmax(dim=-1).to(q.dtype), values).view(*q.shape[:2], -1)
             return out[self.slots] if spread else out
 
         return attend

@@ -7,6 +7,7 @@ distribution.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -72,11 +73,11 @@ class SamplingParams:
             told = "the built-in engine tells those of the prompt's own tokens (0)"
             raise ValueError(f"prompt_logprobs={self.prompt_logprobs}: {told}")
 
-    @property
+    @functools.cached_property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-    @property
+    @functools.cached_property
     def filtered(self) -> bool:
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 

@@ -42,10 +42,10 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None  # what it failed of, where finish_reason is "error"
+    num_prompt: int = field(init=False)
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:
@@ -62,15 +62,15 @@ class Sequence:
 
     def check_finished(self, eos: tuple[int, ...], max_model_len: int) -> None:
         """Set finish_reason and stop_reason as vLLM does: the token for a stop token, none for EOS."""
-        params, token = self.request.params, self.token_ids[-1]
-        if self.num_generated >= params.min_tokens:
+        params, token, generated = self.request.params, self.token_ids[-1], self.num_generated
+        if generated >= params.min_tokens:
             if token in eos and not params.ignore_eos:
                 self.finish_reason = "stop"
                 return
             if token in params.stop_token_ids:
                 self.finish_reason, self.stop_reason = "stop", token
                 return
-        if self.num_generated >= params.max_tokens or len(self.token_ids) >= max_model_len:
+        if generated >= params.max_tokens or len(self.token_ids) >= max_model_len:
             self.finish_reason = "length"
 
     def start_over(self) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from prl.orchestrator.rollouts.producer import StepGroups
 from prl.orchestrator.rollouts.rollout import Rollout, Sample
-from prl.transport.batch import TrainBatch
+from prl.transport.batch import MicroBatch, TrainBatch
+from prl.transport.documents import Document
 from prl.transport.frames import Message
-from prl.transport.packing import Document, Work, pack_for_ranks
+from prl.transport.packing import Work, pack_for_ranks
 
 MOST_LAGS = 63  # counted in rows in which none is so large
 
@@ -26,12 +27,12 @@ class EncodedStep:
 
 
 def encode_step(
-    step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any], work: Work = float
+    step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any], work: Work = float, share: bool = False
 ) -> EncodedStep:
     """For a thread: nobody changes a finished rollout. numpy lets others run while it copies, which it does once. The
     samples lose their routing, which is in the batches from here on.
     """
-    batches = build_batches(step, seq_len, data_ranks, meta, work)
+    batches = build_batches(step, seq_len, data_ranks, meta, work, share)
     for group in step.groups:
         for rollout in group.finished:
             for sample in rollout.samples:
@@ -65,16 +66,21 @@ def _let_go(arrays: list[Any]) -> None:
 
 def imbalance(batches: list[TrainBatch], work: Work) -> float:
     """Of a step: what its laps take (`prl.transport.packing`) over what they would with all ranks busy; 1 is even."""
-    rows = [[sum(work(int(n)) for n in row.doc_lens) for row in batch.micro_batches] for batch in batches]
+    rows = [[_work_of(row, work) for row in batch.micro_batches] for batch in batches]
     total = sum(map(sum, rows))
     return sum(map(max, zip(*rows, strict=True))) * len(batches) / total if total else 1.0
 
 
+def _work_of(row: MicroBatch, work: Work) -> float:
+    shared = () if row.shared_lens is None else row.shared_lens
+    return sum(work(int(n)) for n in row.doc_lens) - sum(work(int(n)) for n in shared if n)
+
+
 def build_batches(
-    step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any], work: Work = float
+    step: StepGroups, seq_len: int, data_ranks: int, meta: dict[str, Any], work: Work = float, share: bool = False
 ) -> list[TrainBatch]:
     """One TrainBatch per data rank. Samples longer than seq_len are cut at the end (counted in the metrics as
-    truncated).
+    truncated). share: as in `pack_for_ranks`.
     """
     documents = [
         to_document(sample, rollout, seq_len)
@@ -86,7 +92,7 @@ def build_batches(
     loss_docs = sum(bool(np.any(d.loss_mask)) for d in documents)
     return [
         TrainBatch(step.step, micro_batches, loss_tokens, loss_docs, meta)
-        for micro_batches in pack_for_ranks(documents, seq_len, data_ranks, work)
+        for micro_batches in pack_for_ranks(documents, seq_len, data_ranks, work, share)
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from prl.config.errors import AwayError
-from prl.config.world import takes_turns
+from prl.config.world import shares_prefixes, takes_turns
 from prl.metrics.mfu import document_flops
 from prl.metrics.reader import read_rows
 from prl.models.text.chat import ChatRenderer
@@ -66,6 +66,7 @@ class Orchestrator:
     def __init__(self, ctx: ChildContext) -> None:
         self.ctx, self.config = ctx, ctx.plan.config
         self.takes_turns = takes_turns(self.config)
+        self.shares = shares_prefixes(self.config)
         self.work = document_flops(self.config.model.card, self.config.memory_recipe.lora.rank > 0)
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
         self.publications = Publications(self.engine_lock, self)
@@ -268,7 +269,9 @@ class Orchestrator:
             "kept_documents": kept.documents,
         }
         data_ranks = self.ctx.plan.mesh.data_ranks
-        return await asyncio.to_thread(encode_step, groups, self.config.seq_len, data_ranks, meta, self.work)
+        return await asyncio.to_thread(
+            encode_step, groups, self.config.seq_len, data_ranks, meta, self.work, self.shares
+        )
 
     async def _evaluate(self, version: int) -> None:
         """Evaluate `version` by what is served now, holding engine_lock; rollouts that run go on beside it, new ones

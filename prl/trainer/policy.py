@@ -19,6 +19,7 @@ from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import activate_attention
+from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.planning.vllm_arguments import engine_share
 from prl.trainer.busy import BusyClock
 from prl.trainer.compilation import CompileClock
@@ -92,6 +93,7 @@ class Policy:
             hold_gradients(self.model, more_follow)
         self.busy.begin_lap()
         doc_lens = micro.doc_lens.tolist()
+        prefixes = None if micro.shared_lens is None else SharedPrefixes(doc_lens, micro.shared_lens.tolist())
         rows = torch.from_numpy(np.flatnonzero(micro.loss_mask)).to(device)
         input_ids = torch.tensor(micro.input_ids, device=device)
         positions = torch.tensor(micro.positions, device=device)
@@ -100,14 +102,18 @@ class Policy:
         if self.context is None:
             self.balance.expect(trains)
             attend: Attend | LatentAttend = attend_documents(
-                self.config.model.card, doc_lens, device, self.config.model.attn
+                self.config.model.card, doc_lens, device, self.config.model.attn, prefixes
             )
-            self.indexers.begin(attend, rows - 1, loss_tokens)
-            kept = _kept_sets(micro, rows, device)
-            return TokenStats(
-                rows,
-                *self.run_model(input_ids, positions, attend, routed, rows - 1, input_ids[rows], temperature, kept),
-            )
+            before, targets, kept = rows - 1, input_ids[rows], _kept_sets(micro, rows, device)
+            if prefixes is not None:
+                run, before = prefixes.run.to(device), prefixes.place.to(device)[before]
+                input_ids, positions = input_ids[run], positions[run]
+                routed = None if routed is None else routed[run]
+            self.indexers.begin(attend, before, loss_tokens)
+            repeated = prefixes is not None
+            parts = self.run_model(input_ids, positions, attend, routed, before, targets, temperature, kept, repeated)
+            return TokenStats(rows, *parts)
+        assert prefixes is None, "context parallelism runs whole documents"
         shard = shard_row(doc_lens, self.context, device)
         self.balance.expect(trains, shard.valid)
         attend = context_attention(self.config.model.card, doc_lens, self.context, device, self.config.model.attn)
@@ -155,9 +161,13 @@ class Policy:
         targets: Tensor,
         temperature: float,
         kept: KeptSets | None,
+        repeated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of targets [M] after the tokens at rows [M], and the entropy there, within `kept`."""
-        head = logprob_head(rows, targets, temperature, self.config.memory_recipe.fused_lm_head_token_chunk_size, kept)
+        """Log-probability of targets [M] after the tokens at rows [M], and the entropy there, within `kept`.
+        repeated: whether some row may be there more than once.
+        """
+        chunk = self.config.memory_recipe.fused_lm_head_token_chunk_size
+        head = logprob_head(rows, targets, temperature, chunk, kept, repeated)
         recorder = None if routed is None else RoutingRecorder(given=routed)
         return self.model(input_ids, positions, attend, head=head, recorder=recorder)
 
@@ -168,8 +178,9 @@ class Policy:
     def flops(self, micro: MicroBatch) -> float:
         """Model FLOPs of forward and backward over a whole micro-batch, by `flops_formula`."""
         frozen = self.config.memory_recipe.lora.rank > 0
-        flops, self.flops_formula = packed_flops(self.config.model.card, micro.doc_lens.tolist(), frozen)
-        return flops
+        card, shared = self.config.model.card, () if micro.shared_lens is None else micro.shared_lens.tolist()
+        flops, self.flops_formula = packed_flops(card, micro.doc_lens.tolist(), frozen)
+        return flops - packed_flops(card, shared, frozen)[0]  # what is run once counts once
 
     def optimizer_step(self, step: int, loss: float = 0.0) -> OptimStep:
         """Clip, apply at the scheduled learning rate, clear.

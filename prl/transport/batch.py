@@ -30,10 +30,17 @@ class MicroBatch:
     # truncated sampling: how many vocabulary entries a token was drawn from (0: all), and these; as in `KeptTokens`
     kept_counts: np.ndarray | None = None  # [T] int32
     kept_ids: np.ndarray | None = None  # [sum of kept_counts] uint16 or uint32
+    # of each document's first tokens, how many are those of the document before it and are run there; None: none
+    shared_lens: np.ndarray | None = None  # [D] int64
 
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids.shape[0])
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return self.num_tokens - (0 if self.shared_lens is None else int(self.shared_lens.sum()))
 
     @property
     def kept(self) -> KeptTokens | None:

@@ -8,31 +8,15 @@ rows are dealt by `work`, and documents placed by it where that makes the laps' 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from prl.transport.batch import MicroBatch
+from prl.transport.documents import Document, items_of
 from prl.transport.kept import KeptTokens
 
 Work = Callable[[int], float]  # tokens of a document -> what it costs, in any unit
-Lap = list[list[int]]  # a row (indices of documents) for each rank; empty: padding
-
-
-@dataclass
-class Document:
-    """One training sequence, aligned as in `prl.transport.batch`."""
-
-    input_ids: Sequence[int] | np.ndarray
-    loss_mask: Sequence[bool] | np.ndarray
-    logp_infer: Sequence[float] | np.ndarray
-    advantages: Sequence[float] | np.ndarray
-    versions: Sequence[int] | np.ndarray
-    routed_experts: list[np.ndarray] | None = None  # [some tokens, L, K] uint8 or uint16 each, T together
-    kept: KeptTokens | None = None  # of truncated sampling
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
+Lap = list[list[int]]  # a row (indices of what is packed) for each rank; empty: padding
 
 
 def pack_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
@@ -72,8 +56,10 @@ def deal_rows(weights: Sequence[float], data_ranks: int) -> list[list[int]]:
     return [rows + [-1] * (per_rank - len(rows)) for rows in ranks]
 
 
-def build_micro_batch(documents: list[Document]) -> MicroBatch:
-    """Concatenate documents into one packed row."""
+def build_micro_batch(documents: list[Document], shared: Sequence[int] = ()) -> MicroBatch:
+    """Concatenate documents into one packed row. shared: of each one's first tokens, how many are those of the one
+    before it and are run there; () where nothing is shared.
+    """
     recorded = [d.routed_experts for d in documents if d.routed_experts is not None]
     assert len(recorded) in (0, len(documents)), "routing must be recorded for all documents of a row or for none"
     routed = [piece for pieces in recorded for piece in pieces]
@@ -91,6 +77,7 @@ def build_micro_batch(documents: list[Document]) -> MicroBatch:
         routed_experts=np.concatenate(routed) if routed else None,
         kept_counts=None if kept is None else kept.counts,
         kept_ids=None if kept is None else kept.ids,
+        shared_lens=np.array(shared, dtype=np.int64) if any(shared) else None,
     )
 
 
@@ -111,26 +98,43 @@ def padding_micro_batch(like: MicroBatch) -> MicroBatch:
 
 
 def pack_for_ranks(
-    documents: list[Document], seq_len: int, data_ranks: int, work: Work = float
+    documents: list[Document], seq_len: int, data_ranks: int, work: Work = float, share: bool = False
 ) -> list[list[MicroBatch]]:
     """Documents -> for each data rank its packed rows; all ranks get equally many.
 
     Args:
         work: of a document of so many tokens.
+        share: run once what documents have in common; seq_len bounds the tokens of a row that are run.
     """
     if not documents:
         return [[] for _ in range(data_ranks)]
-    laps = pack_laps([len(d) for d in documents], seq_len, data_ranks, work)
-    rows = [[build_micro_batch([documents[i] for i in row]) if row else None for row in lap] for lap in laps]
+    items = items_of(documents, seq_len, share)
+    costs = [
+        sum(work(len(documents[i])) - (work(common) if common else 0) for i, common in item.pairs()) for item in items
+    ]
+    laps = lay_out([item.tokens for item in items], costs, seq_len, data_ranks)
+
+    def row_of(members: list[int]) -> MicroBatch | None:
+        pairs = [pair for i in members for pair in items[i].pairs()]
+        return build_micro_batch([documents[i] for i, _ in pairs], [common for _, common in pairs]) if pairs else None
+
+    rows = [[row_of(members) for members in lap] for lap in laps]
     like = next(row for row in rows[0] if row is not None)
     return [[row or padding_micro_batch(like) for row in rank] for rank in zip(*rows, strict=True)]
 
 
 def pack_laps(lengths: list[int], seq_len: int, data_ranks: int, work: Work) -> list[Lap]:
+    """Of documents that share nothing: as `lay_out`."""
+    return lay_out(lengths, [work(length) for length in lengths], seq_len, data_ranks)
+
+
+def lay_out(lengths: list[int], costs: list[float], seq_len: int, data_ranks: int) -> list[Lap]:
     """As many laps as first-fit decreasing needs rows for, of two ways to fill them the shorter (`laps_work`): its rows
-    sorted by work, or documents placed by their work. Deterministic.
+    sorted by work, or what is packed placed by its work. Deterministic.
+
+    Args:
+        lengths, costs: tokens of each thing that is packed, and the work that it is.
     """
-    costs = [work(length) for length in lengths]
     rows = pack_rows(lengths, seq_len)
     dealt = deal_rows([sum(costs[i] for i in row) for row in rows], data_ranks)
     laps = [[rows[i] if i >= 0 else [] for i in lap] for lap in zip(*dealt, strict=True)]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prl.models.by_hand import GroupedLinearByHand, SwiGLUByHand, is_by_hand
+from prl.models.by_hand import GroupedLinearByHand, SwiGLUByHand, by_hand, is_by_hand
 from prl.models.experts.dispatch import ExpertCompute, LocalDispatch
 from prl.models.sharding import local_part
 
@@ -53,7 +53,7 @@ class Experts(nn.Module):
         if self.first == "up":
             return F.relu(x).square() * scale[:, None]
         if is_by_hand(x):
-            return SwiGLUByHand.apply(x, scale)
+            return by_hand(SwiGLUByHand, x, scale)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up * scale[:, None]
 
@@ -63,7 +63,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     if is_by_hand(x):
-        return GroupedLinearByHand.apply(x, weight, counts.tolist())
+        return by_hand(GroupedLinearByHand, x, weight, counts.tolist())
     # float32, and a rank that no token chose: empty slices still give every weight its (zero) gradient
     slices = x.split(counts.tolist())
     return torch.cat([F.linear(rows, w) for rows, w in zip(slices, weight.unbind(), strict=True)])

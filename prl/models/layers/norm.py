@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prl.models.by_hand import RMSNormByHand, is_by_hand
+from prl.models.by_hand import RMSNormByHand, by_hand, is_by_hand
 
 
 class RMSNorm(nn.Module):
@@ -17,5 +17,5 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if is_by_hand(x):
-            return RMSNormByHand.apply(x, self.weight, self.eps)
+            return by_hand(RMSNormByHand, x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -19,19 +19,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prl.config.errors import UserError
 from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4
-from prl.models.by_hand import ShortAttentionByHand, Slots, is_by_hand
+from prl.models.by_hand import PaddedQueries, ShortAttentionByHand, by_hand, is_by_hand
 from prl.models.layers.attention import Attend
 from prl.models.layers.attention_kernels import PackedAttention, widened
+from prl.models.layers.shared_prefixes import SharedPrefixes
 
 AttentionImpl = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
 
-def packed_attention(doc_lens: list[int], device: torch.device, impl: AttentionImpl = "auto") -> Attend:
-    """Causal attention inside each document; doc_lens sum to N tokens.
+def packed_attention(
+    doc_lens: list[int], device: torch.device, impl: AttentionImpl = "auto", prefixes: SharedPrefixes | None = None
+) -> Attend:
+    """Causal attention inside each document; doc_lens sum to N tokens. With `prefixes` N are those that are run.
 
     impl: what `model.attn` says. "auto" takes cuDNN for long documents and varlen attention for short ones on Hopper,
-    varlen attention on other GPUs, and SDPA on CPU and for float32, which the flash kernels do not know.
+    varlen attention on other GPUs, and SDPA on CPU and for float32, which the flash kernels do not know. Nor do these
+    know shared prefixes: such documents are padded.
     """
+    if prefixes is not None:
+        return _padded_with_prefixes(prefixes, device)
     if device.type != "cuda":
         return _padded_attention(doc_lens, device)
     mixed = impl == "auto" and prefers_cudnn(device) and not torch.are_deterministic_algorithms_enabled()
@@ -136,12 +142,16 @@ def _cudnn_attention(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
+def _length_class(length: int) -> int:
+    return max(length - 1, 15).bit_length()
+
+
 def _length_classes(doc_lens: list[int]) -> list[list[tuple[int, int]]]:
     """Documents as (start, length), grouped so that padding to the longest of a group at most doubles it."""
     classes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     start = 0
     for length in doc_lens:
-        classes[max(length - 1, 15).bit_length()].append((start, length))
+        classes[_length_class(length)].append((start, length))
         start += length
     return [classes[key] for key in sorted(classes)]
 
@@ -150,9 +160,9 @@ BY_HAND_TOKENS = 128  # of the longest document, up to which keeping its probabi
 
 
 def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
-    slots: list[Slots] = []
+    short: list[PaddedQueries] = []
     if device.type == "cpu" and max(doc_lens) <= BY_HAND_TOKENS:
-        slots = [Slots(*torch.tensor(docs).unbind(1)) for docs in _length_classes(doc_lens)]
+        short = [PaddedQueries(*torch.tensor(docs).unbind(1)) for docs in _length_classes(doc_lens)]
     total = sum(doc_lens)
     gathers: list[Tensor] = []  # per class [B, S]: flat token index of each padded slot
     unpad = torch.empty(total, dtype=torch.int64)  # flat token -> row in the concatenated padded outputs
@@ -171,8 +181,8 @@ def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
     unpad = unpad.to(device)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if slots and is_by_hand(q) and v.shape == k.shape:
-            return ShortAttentionByHand.apply(q, k, v, slots)
+        if short and is_by_hand(q) and v.shape == k.shape:
+            return by_hand(ShortAttentionByHand, q, k, v, short)
         outs = []
         values = widened(v, q.shape[-1])  # of different widths, only a kernel of quadratic memory takes them
         for index in gathers:
@@ -180,5 +190,33 @@ def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
             out = F.scaled_dot_product_attention(qc, kc, vc, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             outs.append(out[..., : v.shape[-1]].transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[unpad] if len(outs) > 1 else outs[0][unpad]
+
+    return attend
+
+
+def _padded_with_prefixes(prefixes: SharedPrefixes, device: torch.device) -> Attend:
+    """Queries are each document's own tokens, keys all of its tokens, wherever they are run."""
+    classes: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for start, length, common in prefixes.documents():
+        classes[_length_class(length - common), _length_class(length)].append((start, length, common))
+    padded = []
+    for key in sorted(classes):
+        starts, lengths, shared = torch.tensor(classes[key]).unbind(1)
+        padded.append(PaddedQueries(starts, lengths, shared, prefixes.place))
+    is_short = device.type == "cpu" and max(prefixes.doc_lens) <= BY_HAND_TOKENS
+    on_device: list[tuple[Tensor, ...]] = []  # per class: slots of queries and of keys, mask; places and tokens
+
+    def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if is_short and is_by_hand(q) and v.shape == k.shape:
+            return by_hand(ShortAttentionByHand, q, k, v, padded)
+        if not on_device:
+            on_device.extend(tuple(part.to(device) for part in c.as_indices()) for c in padded)
+        values, outs, tokens = widened(v, q.shape[-1]), [], []
+        for of_queries, of_keys, seen, places, own in on_device:
+            qc, kc, vc = (t[i].transpose(1, 2) for t, i in ((q, of_queries), (k, of_keys), (values, of_keys)))
+            out = F.scaled_dot_product_attention(qc, kc, vc, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
+            outs.append(out[..., : v.shape[-1]].transpose(1, 2).flatten(0, 1)[places])
+            tokens.append(own)
+        return torch.cat(outs)[torch.cat(tokens).argsort()]
 
     return attend

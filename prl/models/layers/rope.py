@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prl.config.schema import ModelCard
 from prl.config.schema_model import BETA_FAST, BETA_SLOW, RopeScaling
-from prl.models.by_hand import RotationByHand, is_by_hand
+from prl.models.by_hand import RotationByHand, by_hand, is_by_hand
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [N, H, R], cos and sin -> x, turned
 
@@ -94,7 +94,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x
     turning = x if cos.shape[-1] == x.shape[-1] else x[..., : cos.shape[-1]]
     if is_by_hand(x):
-        turned = RotationByHand.apply(turning, cos, sin)
+        turned = by_hand(RotationByHand, turning, cos, sin)
         return turned if turning is x else torch.cat([turned, x[..., cos.shape[-1] :]], dim=-1)
     first, second = turning.chunk(2, dim=-1)
     turned = (turning * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)

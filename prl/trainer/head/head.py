@@ -24,13 +24,14 @@ def logprob_head(
     temperature: float,
     chunk: int | Literal["auto", "disabled"],
     kept: KeptSets | None = None,
+    repeated: bool = False,
 ) -> Head:
     """A head for `Decoder.forward`: (hidden [N, H], weight [V, H]) -> log p(target) [M], entropy [M], float32.
 
-    rows [M] (each at most once) are the positions whose next-token distribution is wanted, targets [M] the tokens that
-    followed. The distribution is that of logits / temperature, as the engine samples it, and where it truncates, that
-    over the entries which it kept; so is the entropy. With a chunk size (tokens),
-    the logits of one chunk exist at a time, forward and backward, so memory does not grow with M times V.
+    rows [M] are the positions whose next-token distribution is wanted, each at most once unless `repeated`; targets
+    [M] the tokens that followed. The distribution is that of logits / temperature, as the engine samples it, and where
+    it truncates, that over the entries which it kept; so is the entropy. With a chunk size (tokens), the logits of one
+    chunk exist at a time, forward and backward, so memory does not grow with M times V.
     """
     # greedy engines report the distribution at temperature 1
     scale = 1.0 if temperature < GREEDY_BELOW else 1.0 / temperature
@@ -39,7 +40,7 @@ def logprob_head(
         if chunk == "disabled":
             return _whole_head(hidden[rows], weight, targets, scale, kept)
         size = AUTO_CHUNK_TOKENS if chunk == "auto" else chunk
-        return ChunkedHead.apply(hidden, weight, rows, targets, scale, size, kept)
+        return ChunkedHead.apply(hidden, weight, rows, targets, scale, size, kept, repeated)
 
     return head
 
@@ -73,6 +74,7 @@ class ChunkedHead(torch.autograd.Function):
         scale: float,
         size: int,
         kept: KeptSets | None,
+        repeated: bool,
     ) -> tuple[Tensor, Tensor]:
         statistics = [
             _statistics(_chunk_logits(hidden[r], weight, k), t, scale)
@@ -80,7 +82,7 @@ class ChunkedHead(torch.autograd.Function):
         ]
         logp, lse, mean = (torch.cat(parts) for parts in zip(*statistics, strict=True))
         ctx.save_for_backward(hidden, weight, rows, targets, lse, mean)
-        ctx.scale, ctx.size, ctx.kept = scale, size, kept
+        ctx.scale, ctx.size, ctx.kept, ctx.repeated = scale, size, kept, repeated
         return logp, lse - mean
 
     @staticmethod
@@ -92,11 +94,13 @@ class ChunkedHead(torch.autograd.Function):
         for k, r, *numbers in zip(_pieces(ctx.kept, ctx.size, len(rows)), *pieces, strict=True):
             picked = hidden[r]
             d_logits = _gradient(_chunk_logits(picked, weight, k), ctx.scale, *numbers)
-            if d_hidden is not None:
+            if d_hidden is not None and ctx.repeated:
+                d_hidden.index_add_(0, r, d_logits @ weight)
+            elif d_hidden is not None:
                 d_hidden[r] = d_logits @ weight
             if d_weight is not None:
                 d_weight.addmm_(d_logits.t(), picked)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 def _pieces(kept: KeptSets | None, size: int, rows: int) -> Iterable[KeptSets | None]:

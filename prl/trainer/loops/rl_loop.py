@@ -137,6 +137,7 @@ class RLTrainer:
             "step_skipped": int(not done.applied),
             "loss_tokens": batch.loss_tokens,
             "tokens": self._sum(useful),
+            "run_tokens": self._sum(sum(m.run_tokens for m in batch.micro_batches)),
             "padded_tokens": padded,
             "forward_backward_s": forward_backward_s,
             "optim_s": done.seconds,

@@ -21,7 +21,8 @@ from prl.config.schema import SftConfig, SftDataConfig
 from prl.envs.protocol import Split
 from prl.models.text.chat import ChatRenderer, Message, mask_by_role
 from prl.transport.batch import MicroBatch
-from prl.transport.packing import Document, build_micro_batch
+from prl.transport.documents import Document
+from prl.transport.packing import build_micro_batch
 
 log = logging.getLogger("prl.trainer")
 
