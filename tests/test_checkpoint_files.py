@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prl.config import compose
 from prl.config.config_json import check_card
 from prl.config.errors import ConfigError, UserError
-from prl.models.checkpoints.reading import INDEX, SINGLE, check_files, read_tensors
+from prl.models.checkpoints.reading import INDEX, SINGLE, check_files, load_checkpoint, read_tensors
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-from prl.models.families.hf_causal_lm import check_empty
+from prl.models.families.hf_causal_lm import build_hf_model, check_empty
 from prl.models.text.tokenizer import load_tokenizer
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -106,3 +106,18 @@ def test_an_index_that_is_not_of_the_files_beside_it_may_go(tmp_path):
     with pytest.raises(UserError) as refused:
         check_files(path)
     assert refused.value.fix.startswith(f"remove {INDEX}, if all weights are in model.safetensors; or ")
+
+
+def test_weights_that_another_transformers_reads_are_told_with_its_version(tmp_path):
+    config = AutoConfig.for_model("llama", **SIZES, vocab_size=64, intermediate_size=48)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    for version, told in (("5.0.0", True), (said["transformers_version"], False)):
+        (tmp_path / "config.json").write_text(
+            json.dumps(said | {"intermediate_size": 40, "transformers_version": version})
+        )
+        config = compose(["model=auto", f"model.path={tmp_path}", "model.impl=hf"])
+        model = build_hf_model(tmp_path, config.model.card).to_empty(device="cpu")
+        with pytest.raises(UserError) as refused:
+            load_checkpoint(model, tmp_path)
+        assert ("pip install transformers==5.0.0" in refused.value.fix) is told

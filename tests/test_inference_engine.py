@@ -177,6 +177,19 @@ def test_what_comes_later_is_prefilled_in_one_pass_with_what_runs(card) -> None:
             assert torch.equal(routed, recorder.stacked(card)[:-1])
 
 
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "nemotron_h"])
+def test_states_and_choices_of_keys_are_not_written_beside_others(family, caplog) -> None:
+    engine = make_engine(random_model(family_card(family)))
+    passes: list[int] = []
+    engine.model.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
+    add(engine, prompt(20))
+    engine.step()
+    add(engine, prompt(9, seed=1))
+    engine.step()
+    assert passes == [20, 1, 9, 2]
+    assert not caplog.records, "no step failed"
+
+
 @pytest.mark.parametrize(("tokens", "passes"), [(TOKENS_BESIDE, 1), (TOKENS_BESIDE + 1, 2)])
 def test_much_to_prefill_has_a_pass_of_its_own(tokens, passes) -> None:
     engine = make_engine(MODEL, max_model_len=1024)

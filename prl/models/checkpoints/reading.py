@@ -49,12 +49,22 @@ def load_checkpoint(model: Decoder, path: Path, params: Mapping[str, Tensor] | N
             load_weights(model, tensors.items(), params)
             _check_tied(dict(params or model.named_parameters()), model, tensors)
     except ValueError as error:
-        raise UserError(
-            f"the checkpoint cannot be loaded: {error}",
-            where=str(path),
-            why="its files are incomplete, or are those of another model",
-            fix="fetch the checkpoint again, or correct model.path",
-        ) from error
+        why = "its files are incomplete, or are those of another model"
+        fix = "fetch the checkpoint again, or correct model.path"
+        if (wrote := _other_transformers(model, path)) is not None:
+            why += f", or transformers {wrote}, which wrote config.json, means something else by it than the one here"
+            fix = f"pip install transformers=={wrote}; or {fix}"
+        what = f"the checkpoint cannot be loaded: {error}"
+        raise UserError(what, where=str(path), why=why, fix=fix) from error
+
+
+def _other_transformers(model: Decoder, path: Path) -> str | None:
+    """The version that wrote the checkpoint's config.json, where another one has made a model of it here."""
+    import transformers
+
+    wrote = read_config_json(path).get("transformers_version")
+    is_other = not model.card.is_native and isinstance(wrote, str) and wrote != transformers.__version__
+    return wrote if is_other else None
 
 
 def check_files(path: Path) -> None:
