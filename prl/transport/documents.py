@@ -37,7 +37,7 @@ class Item:
 
     documents: tuple[int, ...]
     shared: tuple[int, ...]
-    tokens: int  # that are run
+    tokens: int  # that are run, or trained where these are more: each of them has logits of its own
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         return zip(self.documents, self.shared, strict=True)
@@ -62,23 +62,24 @@ def _together(documents: list[Document], seq_len: int) -> Iterator[Item]:
     order = sorted(range(len(ids)), key=lambda i: (ids[i].astype(">u4").tobytes(), i))
     item: list[int] = []
     shared: list[int] = []
-    tokens = 0
+    run = trained = 0
     for index in order:
         length, common = len(documents[index]), 0
+        loss_tokens = int(np.count_nonzero(documents[index].loss_mask))
         if item:
             common = alike(documents[item[-1]], documents[index])
-        grown = tokens + length - common
+        grown = max(run + length - common, trained + loss_tokens)
         is_small = grown <= seq_len // SMALL or 2 * common >= length
         if common >= LEAST and grown <= seq_len and is_small:
             item.append(index)
             shared.append(common)
-            tokens = grown
+            run, trained = run + length - common, trained + loss_tokens
             continue
         if item:
-            yield Item(tuple(item), tuple(shared), tokens)
-        item, shared, tokens = [index], [0], length
+            yield Item(tuple(item), tuple(shared), max(run, trained))
+        item, shared, run, trained = [index], [0], length, loss_tokens
     if item:
-        yield Item(tuple(item), tuple(shared), tokens)
+        yield Item(tuple(item), tuple(shared), max(run, trained))
 
 
 def alike(one: Document, other: Document) -> int:

@@ -104,7 +104,7 @@ def pack_for_ranks(
 
     Args:
         work: of a document of so many tokens.
-        share: run once what documents have in common; seq_len bounds the tokens of a row that are run.
+        share: run once what documents have in common; seq_len bounds the tokens of a row that are run, and trained.
     """
     if not documents:
         return [[] for _ in range(data_ranks)]
