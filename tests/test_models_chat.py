@@ -186,3 +186,18 @@ def test_tokens_that_the_model_has_no_embeddings_for_are_told_before_anything_is
     with pytest.raises(UserError, match=f"a token {token}, and the model {vocab} tokens") as caught:
         load_renderer(SimpleNamespace(plan=plan, init_model_path=None))
     assert str(tmp_path) in caught.value.where
+
+
+def test_the_prompt_of_a_group_is_rendered_and_tokenised_once(renderer, monkeypatch):
+    asked, encoded = [], []
+    text, encode = renderer.tokenizer.apply_chat_template, renderer.tokenizer.encode
+    monkeypatch.setattr(renderer.tokenizer, "apply_chat_template", lambda *a, **k: asked.append(1) or text(*a, **k))
+    monkeypatch.setattr(renderer.tokenizer, "encode", lambda *a, **k: encoded.append(1) or encode(*a, **k))
+    fresh = ChatRenderer(renderer.tokenizer)
+    for content in ("one", "one", "two", "one"):
+        said = fresh.beginning([{"role": "user", "content": content}], [])
+        assert said == fresh.text([{"role": "user", "content": content}], True)
+        ids = fresh.encode(said)
+        assert ids == encode(said, add_special_tokens=False)
+        ids.clear()  # who gets them may change them
+    assert len(asked) - 4 == len(encoded) == 2

@@ -7,6 +7,8 @@ earlier reasoning, say), that exact-prefix property breaks, and `extend` says so
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTE_OF = {char: byte for byte, char in enumerate(byte_characters())}
+RECENT, REMEMBERED = 64, 8_000  # texts, and of how many characters at most, that are not worked out again
 TOOL_CALL = "<tool_call>"  # how Qwen's and Hermes' models open one
 Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}
 
@@ -26,6 +29,8 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.backend = backend_of(tokenizer)
+        self._encoded = functools.lru_cache(RECENT)(self._encode)
+        self._beginning = functools.lru_cache(RECENT)(self._begin)
 
     def text(
         self, messages: list[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
@@ -44,7 +49,22 @@ class ChatRenderer:
         asked: list[Message] = [{"role": "user", "content": ""}]
         return TOOL_CALL in self.text(asked, False, tools) and TOOL_CALL not in self.text(asked, False)
 
+    def beginning(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
+        """The text of a conversation's first prompt, which the rollouts of a group have in common."""
+        try:
+            said = json.dumps([messages, tools])
+        except (TypeError, ValueError, RecursionError):
+            return self.text(messages, True, tools)
+        return self._beginning(said)
+
+    def _begin(self, said: str) -> str:
+        messages, tools = json.loads(said)
+        return self.text(messages, True, tools)
+
     def encode(self, text: str) -> list[int]:
+        return list(self._encoded(text)) if len(text) <= REMEMBERED else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:

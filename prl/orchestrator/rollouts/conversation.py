@@ -107,10 +107,10 @@ class Conversation:
         """
         sample, text = self.samples[-1], self.text
         with _rendering("messages"):
-            added = self.renderer.extend(text, self.messages, tools=tools)
+            added = self.renderer.extend(text, self.messages, tools=tools) if text else None
             if added is None:
-                sample, text = Sample(), ""
-                added = self.renderer.text(self.messages, add_generation_prompt=True, tools=tools)
+                sample, text = Sample() if text else sample, ""
+                added = self.renderer.beginning(self.messages, tools)
             long = len(added) > LONG  # tokenizers let other threads run while they encode
             ids = await asyncio.to_thread(self.renderer.encode, added) if long else self.renderer.encode(added)
         if len(sample.input_ids) + len(ids) >= self.config.max_model_len:
