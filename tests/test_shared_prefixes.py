@@ -27,7 +27,7 @@ from prl.planning.run_plan import MeshPlan
 from prl.trainer.head.head import logprob_head
 from prl.trainer.world import build_world
 from prl.transport.batch import MicroBatch, TrainBatch
-from prl.transport.documents import LEAST, Document, alike, items_of
+from prl.transport.documents import LEAST, LONGEST, Document, alike, items_of
 from prl.transport.packing import pack_for_ranks
 
 VOCAB, EXPERTS, LAYERS = 64, 4, 2
@@ -110,6 +110,13 @@ def squared(tokens: int) -> float:
 def test_a_document_longer_than_a_row_is_refused_when_it_would_be_shared():
     with pytest.raises(ValueError, match="document 1 has 9 tokens, more than seq_len=8"):
         items_of([document([1] * 8, 1), document([1] * 9, 1)], 8, share=True)
+
+
+def test_long_documents_share_nothing():
+    """Of what attention holds for each pair of a query and a key there would be gigabytes."""
+    for length, items in ((LONGEST, 1), (LONGEST + 1, 2)):
+        documents = [document([1] * (length - 2) + [end, 2], 1) for end in (3, 4)]
+        assert len(items_of(documents, 4 * LONGEST, share=True)) == items
 
 
 def test_tokens_that_went_to_other_experts_are_not_shared():
