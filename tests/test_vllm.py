@@ -440,7 +440,8 @@ from prl.planning import make_plan
 plan = make_plan(compose(sys.argv[1:], config_name="inference"))
 torch.set_num_threads(4)
 role = plan.servers()[0]
-prepare(SimpleNamespace(plan=plan, role=role, init_model_path=None, endpoints={role.name: "http://127.0.0.1:1"}))
+endpoints = {role.name: "http://127.0.0.1:1"}
+prepare(SimpleNamespace(plan=plan, role=role, init_model_path=None, resume_step=0, endpoints=endpoints))
 assert torch.get_num_threads() == 4
 child = os.fork()
 if child == 0:
