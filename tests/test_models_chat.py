@@ -173,7 +173,7 @@ def test_a_tokenizer_without_a_chat_template_is_told_before_anything_is_sampled(
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     plan = SimpleNamespace(config=SimpleNamespace(model=config, cache_dir=str(tmp_path)))
     with pytest.raises(UserError, match="no chat template") as caught:
-        load_renderer(SimpleNamespace(plan=plan, init_model_path=None))
+        load_renderer(SimpleNamespace(plan=plan, init_model_path=None, resume_step=0))
     assert caught.value.where == str(tmp_path)
 
 
@@ -184,7 +184,7 @@ def test_tokens_that_the_model_has_no_embeddings_for_are_told_before_anything_is
     config = ModelConfig(name="tiny", path=str(tmp_path), card=moe_card().model_copy(update={"vocab_size": vocab}))
     plan = SimpleNamespace(config=SimpleNamespace(model=config, cache_dir=str(tmp_path)))
     with pytest.raises(UserError, match=f"a token {token}, and the model {vocab} tokens") as caught:
-        load_renderer(SimpleNamespace(plan=plan, init_model_path=None))
+        load_renderer(SimpleNamespace(plan=plan, init_model_path=None, resume_step=0))
     assert str(tmp_path) in caught.value.where
 
 

@@ -12,6 +12,7 @@ from prl.models.text.chat import ChatRenderer
 from prl.models.text.tokenizer import check_template, load_tokenizer
 from prl.orchestrator.engines.pool import EnginePool
 from prl.orchestrator.engines.restarts import follow_restarts
+from prl.runtime.directory.beginning import begun_path
 from prl.runtime.process.child import ChildContext
 
 
@@ -30,6 +31,7 @@ def load_renderer(ctx: ChildContext) -> ChatRenderer:
     """Of the tokenizer that the policy has. Raises UserError where there is none, or none of conversations."""
     model = ctx.plan.config.model
     path = resolve_model_path(model, Path(ctx.plan.config.cache_dir), ctx.init_model_path)
+    path = begun_path(ctx.run_dir, path) if ctx.resume_step else path
     tokenizer = load_tokenizer(model, path)
     check_template(tokenizer, model, path)
     return ChatRenderer(tokenizer)

@@ -41,7 +41,7 @@ def refuse_other_weights(run_dir: Path, path: Path, frozen: str) -> None:
     if not isinstance(known, str) or known == fingerprint_of(path):
         return
     fix = "put back what was there, or begin another run (another output_dir)"
-    if isinstance(commit, str):
+    if isinstance(commit, str) and _commit_of(path) is not None:
         name = path.parent.parent.name.removeprefix("models--").replace("--", "/")
         fix = f"hf download {name} --revision {commit} brings them back, and the same command resumes"
     raise UserError(
