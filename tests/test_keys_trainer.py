@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from trainer_ranks import Job, build_policy, rows_of, train_step
 
 from prl.bench.baseline import Baseline
+from prl.bench.rows import make_row
 from prl.bench.trainer import TrainerBench
 from prl.config import compose
 from prl.models.adapters.lora import LoraLinear
@@ -298,6 +300,23 @@ def test_a_benchmark_takes_as_many_rows_and_steps_as_told(world, tmp_path):
         assert len(report["steps"]) == steps
         assert {step["useful_tokens"] for step in report["steps"]} == {32 * micro}
         assert (bench.profile is not None) == profile
+
+
+def test_documents_of_a_benchmark_begin_with_one_prompt(world, tmp_path):
+    """It is run once, unless told otherwise, and not trained."""
+    figures = []
+    for told in ([], ["memory_recipe.share_prefixes=false"]):
+        ctx = context_of(tmp_path / str(len(told)), *QUICK, "bench.prompt_len=8", *told, job="bench")
+        (first, *_) = TrainerBench(ctx, world).run()["steps"]
+        assert first["useful_tokens"] == 32
+        figures.append((first["flops"], first["loss"]))
+    (shared, loss), (whole, wanted) = figures
+    assert shared < 0.8 * whole
+    assert loss == pytest.approx(wanted, abs=1e-6)
+    row = make_row(ctx.plan.config.bench, 32, 100, np.random.default_rng(0), share=True)
+    assert row.shared_lens.tolist() == [0, 8]
+    assert row.input_ids[:8].tolist() == row.input_ids[20:28].tolist()
+    assert row.loss_mask.tolist() == [False] * 8 + [True] * 12 + [False] * 8 + [True] * 4
 
 
 def test_a_benchmark_draws_its_weights_or_reads_them(world, tmp_path):

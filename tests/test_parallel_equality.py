@@ -184,14 +184,16 @@ def test_adapters_change_what_they_should(plain_lora, model_path):
     adapted = {name.split(".")[-2] for name, weight in plain_lora["weights"].items() if not weight.equal(before[name])}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     losses = [loss for loss, _ in plain_lora["history"]]
-    assert losses[0] != pytest.approx(losses[2], abs=0.05)
+    assert losses[0] != pytest.approx(losses[2], abs=0.03)
 
 
 def assert_equal(got, plain):
     torch.testing.assert_close(torch.tensor(got["history"]), torch.tensor(plain["history"]), rtol=1e-4, atol=0)
     assert got["weights"].keys() == plain["weights"].keys()
     for name, weight in got["weights"].items():
-        torch.testing.assert_close(weight, plain["weights"][name], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            weight, plain["weights"][name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_ranks_that_share_rows_are_busy_as_one(parallel):

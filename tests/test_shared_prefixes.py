@@ -19,15 +19,19 @@ from prl.config import compose
 from prl.config.world import shares_prefixes
 from prl.metrics.mfu import document_flops, packed_flops
 from prl.models.by_hand import PaddedQueries, ShortAttentionByHand
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.layers import prefix_attention
 from prl.models.layers.documents import attend_documents
-from prl.models.layers.packed_attention import BY_HAND_TOKENS
+from prl.models.layers.packed_attention import BY_HAND_TOKENS, packed_attention
+from prl.models.layers.prefix_attention import PrefixAttention, PrefixPlan
 from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.orchestrator.batching import imbalance
 from prl.planning.run_plan import MeshPlan
 from prl.trainer.head.head import logprob_head
+from prl.trainer.loops.rl_step import backward_rl
 from prl.trainer.world import build_world
 from prl.transport.batch import MicroBatch, TrainBatch
-from prl.transport.documents import LEAST, LONGEST, Document, alike, items_of
+from prl.transport.documents import LEAST, Document, alike, items_of
 from prl.transport.packing import pack_for_ranks
 
 VOCAB, EXPERTS, LAYERS = 64, 4, 2
@@ -112,13 +116,6 @@ def test_a_document_longer_than_a_row_is_refused_when_it_would_be_shared():
         items_of([document([1] * 8, 1), document([1] * 9, 1)], 8, share=True)
 
 
-def test_long_documents_share_nothing():
-    """Of what attention holds for each pair of a query and a key there would be gigabytes."""
-    for length, items in ((LONGEST, 1), (LONGEST + 1, 2)):
-        documents = [document([1] * (length - 2) + [end, 2], 1) for end in (3, 4)]
-        assert len(items_of(documents, 4 * LONGEST, share=True)) == items
-
-
 def test_tokens_that_went_to_other_experts_are_not_shared():
     ids = list(range(20))
     routed = np.zeros((20, LAYERS, 1), dtype=np.uint8)
@@ -160,6 +157,45 @@ def test_gradients_of_shared_attention_are_those_of_its_forward():
     assert torch.autograd.gradcheck(
         lambda q, k, v: ShortAttentionByHand.apply(q, k, v, classes), (q, k, v), fast_mode=True
     )
+
+
+ROWS = {
+    "one prompt": ([9, 7, 12], [0, 5, 5]),
+    "branches of branches": ([9, 9, 6, 9, 4], [0, 7, 4, 5, 2]),
+    "a document that is another's beginning": ([4, 9, 9], [0, 4, 9]),
+    "two groups and one alone": ([5, 6, 3, 8, 8], [0, 4, 0, 0, 3]),
+}
+
+
+@pytest.mark.parametrize("longest", [1, 4096])
+@pytest.mark.parametrize("case", ROWS)
+def test_attention_over_shared_tokens_is_that_of_whole_documents(monkeypatch, case, longest):
+    """By all ways that need no GPU, with values narrower than keys; their gradients, too."""
+    monkeypatch.setattr(prefix_attention, "LONGEST", longest)  # with 1, each is attended to whole
+    doc_lens, shared = ROWS[case]
+    prefixes, cpu = SharedPrefixes(doc_lens, shared), torch.device("cpu")
+    count = len(prefixes.run)
+    rows = [torch.randn(count, h, d, dtype=torch.float64).requires_grad_() for h, d in ((4, 6), (2, 6), (2, 4))]
+    weights = torch.randn(count, 4, 4, dtype=torch.float64)
+
+    def outcome(attend) -> list[Tensor]:
+        out = attend(*rows)
+        return [out, *torch.autograd.grad((out * weights).sum(), rows)]
+
+    def documents(*parts: Tensor) -> Tensor:
+        """Each by itself, from whole keys and values."""
+        out = packed_attention(doc_lens, cpu)(0, *(x[prefixes.place] for x in parts))
+        own = np.concatenate([np.arange(n) >= c for n, c in zip(doc_lens, shared, strict=True)])
+        return out[torch.from_numpy(own)]
+
+    wanted = outcome(documents)
+    plan = PrefixPlan(prefixes, cpu)
+    for attend in (
+        lambda *x: packed_attention(doc_lens, cpu, prefixes=prefixes)(0, *x),
+        lambda *x: PrefixAttention.apply(*x, plan),
+    ):
+        for one, other in zip(outcome(attend), wanted, strict=True):
+            assert torch.allclose(one, other, atol=1e-12)
 
 
 def statistics(model, row: MicroBatch, temperature: float, chunk) -> tuple[Tensor, dict[str, Tensor]]:
@@ -236,8 +272,10 @@ def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
         ([], True),
         (["memory=tight"], True),
         (["memory_recipe.share_prefixes=false"], False),
-        (["model.dtype=bfloat16"], False),
-        (["parallelism=cp2"], False),
+        (["model.dtype=bfloat16"], True),
+        (["parallelism=cp2"], True),
+        (["parallelism=cp2_ring"], False),
+        (["parallelism=cp2", "model=tiny_deepseek_v3", "parallelism.cp_style=gather"], False),
         (["model=tiny_glm_moe_dsa"], False),
         (["model=tiny_nemotron_h"], False),
         (["model=tiny_deepseek_v3"], True),
@@ -245,3 +283,75 @@ def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
 )
 def test_who_shares(overrides, shares):
     assert shares_prefixes(compose(["warm_start=none", *overrides])) is shares
+
+
+# --- on GPUs ----------------------------------------------------------------------------------------------------------
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LONG = {
+    "short answers to one prompt": ([700, 420, 900, 500], [0, 400, 400, 400]),
+    "branches of branches": ([900, 900, 600, 900, 40], [0, 700, 400, 500, 8]),
+    "one that is another's beginning": ([300, 900, 900], [0, 300, 900]),
+    "long answers to a short prompt, whole": ([2600, 2500, 300, 2300], [0, 200, 100, 0]),
+    "long answers to a long prompt": ([4200, 4100, 4097, 700], [0, 4000, 4000, 600]),
+}
+
+
+@GPU
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128), (64, 64)])
+@pytest.mark.parametrize("cudnn", [True, False])
+@pytest.mark.parametrize("case", LONG)
+def test_kernels_attend_to_shared_tokens(case, cudnn, widths):
+    """Outputs and gradients in bfloat16 are as near to those of whole documents in float32 as those of whole ones in
+    bfloat16 are; the sums of gradients are the same bits at every run.
+    """
+    doc_lens, shared = LONG[case]
+    prefixes, device = SharedPrefixes(doc_lens, shared), torch.device("cuda")
+    place, count = prefixes.place.cuda(), len(prefixes.run)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((8, widths[0]), (4, widths[0]), (4, widths[1]))
+    rows = [torch.randn(count, h, d, generator=generator, device=device, dtype=torch.bfloat16) for h, d in shapes]
+    weights = torch.randn(count, 8, widths[1], generator=generator, device=device)
+    own = np.concatenate([np.arange(n) >= c for n, c in zip(doc_lens, shared, strict=True)])
+    own = torch.from_numpy(own).cuda()
+
+    def outcome(attend, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in rows]
+        out = attend(*inputs)
+        return [x.float() for x in (out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), inputs))]
+
+    def documents(*parts: Tensor) -> Tensor:
+        return packed_attention(doc_lens, device)(0, *(x[place] for x in parts))[own]
+
+    exact, usual = outcome(documents, torch.float32), outcome(documents)
+    plan = PrefixPlan(prefixes, device, cudnn)
+    assert bool(plan.whole) == (cudnn and case.startswith("long answers to a short"))
+    found = outcome(lambda *x: PrefixAttention.apply(*x, plan))
+    for one, other, wanted in zip(found, usual, exact, strict=True):
+        assert (one - wanted).norm() <= 1.2 * (other - wanted).norm() + 1e-3 * wanted.norm()
+    read = torch.randn(len(plan.order), 4, widths[1], generator=generator, device=device, dtype=torch.bfloat16)
+    sums = plan.to_rows([read])
+    assert torch.equal(sums, plan.to_rows([read]))
+    order = plan.order.argsort(stable=True)  # of the rows that were read, in which sum each is
+    owner = torch.repeat_interleave(torch.arange(count, device=device), plan.begins.diff())[order]
+    wanted = torch.zeros(count, 4, widths[1], device=device, dtype=torch.float64).index_add_(0, owner, read.double())
+    assert torch.allclose(sums.double(), wanted, rtol=1e-2, atol=1e-6)
+
+
+@GPU
+@pytest.mark.parametrize("share", [False, True])
+def test_the_host_does_not_wait_for_the_device_within_a_micro_batch(tmp_path, share):
+    """Of a dense model, once its kernels are compiled."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cuda", 0))
+        save_checkpoint(hf_tensors(random_model(family_card("qwen3"))), tmp_path, family_card("qwen3"))
+        job = Job(str(tmp_path), family="qwen3", overrides=["model.dtype=bfloat16", "memory=tight"])
+        policy, row = build_policy(job, world), row_of(groups(), share)
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            stats = policy.forward(row, loss_tokens=int(row.loss_mask.sum()))
+            backward_rl(policy.config.algo, row, stats, 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()

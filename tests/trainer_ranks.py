@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from prl.config import compose
 from prl.config.schema import OptimConfig, RunConfig
-from prl.config.world import world_of
+from prl.config.world import shares_prefixes, world_of
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.sharding import local_part
 from prl.planning.run_plan import MeshPlan
@@ -65,16 +65,22 @@ class Job:
     gradients: bool = False  # those of the first step are a part of the result
 
 
-def rows_of(step: int) -> list[MicroBatch]:
-    """Three rows of documents of uneven lengths, the same on every rank: data ranks get unequal shares."""
-    rng = np.random.default_rng(step)
+def rows_of(step: int, share: bool = False) -> list[MicroBatch]:
+    """Three rows of documents of uneven lengths, the same on every rank: data ranks get unequal shares. The first two
+    begin alike, for nine tokens; share: and these are run once.
+    """
+    rng = np.random.default_rng([step, 1])
     rows = []
-    for lengths in ((5, 11, 3), (14,), (7, 2)):
+    for lengths in ((12, 14, 3), (14,), (7, 2)):
+        ids = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+        alike = 9 if len(ids) == 3 else 0
+        if alike:
+            ids[1][:alike] = ids[0][:alike]
         docs = []
-        for n in lengths:
-            mask = [i >= 1 for i in range(n)]
-            docs.append(Document(rng.integers(0, VOCAB, n).tolist(), mask, [0.0] * n, [0.0] * n, [-1] * n))
-        rows.append(build_micro_batch(docs))
+        for of_one in ids:
+            nothing, mask = [0.0] * len(of_one), [t >= 1 for t in range(len(of_one))]
+            docs.append(Document(of_one, mask, nothing, nothing, [-1] * len(of_one)))
+        rows.append(build_micro_batch(docs, [0, alike, 0] if share else ()))
     return rows
 
 
@@ -115,7 +121,9 @@ def train_step(policy: Policy, step: int, bad: bool = False) -> tuple[float, flo
 
 def accumulate(policy: Policy, step: int, bad: bool = False) -> float:
     """Forward and backward over this rank's rows of a step; its part of the loss."""
-    world, rows = policy.world, rows_of(step)
+    world = policy.world
+    # of one process everything is whole
+    rows = rows_of(step, share=world.size > 1 and shares_prefixes(policy.config))
     targets = sum(int(row.loss_mask.sum()) for row in rows)
     loss = 0.0
     for index in deal_rows([row.num_tokens for row in rows], world.data_ranks)[world.data_rank]:

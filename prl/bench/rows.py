@@ -11,8 +11,6 @@ from prl.transport.batch import MicroBatch
 from prl.transport.documents import Document
 from prl.transport.packing import build_micro_batch
 
-SHORTEST = 8  # variable documents are at least this part of doc_len
-
 
 def document_lengths(bench: BenchConfig, seq_len: int, rng: np.random.Generator) -> list[int]:
     """Lengths of the documents of one row.
@@ -25,35 +23,40 @@ def document_lengths(bench: BenchConfig, seq_len: int, rng: np.random.Generator)
     if bench.lengths == "fixed":
         return [bench.doc_len] * (seq_len // bench.doc_len)
     lengths: list[int] = []
-    shortest = max(bench.doc_len // SHORTEST, 2)
     while True:
-        length = int(rng.integers(shortest, bench.doc_len + 1))
+        length = int(rng.integers(bench.shortest, bench.doc_len + 1))
         if sum(lengths) + length > seq_len:
             return lengths or [min(bench.doc_len, seq_len)]
         lengths.append(length)
 
 
-def make_row(bench: BenchConfig, seq_len: int, vocab: int, rng: np.random.Generator) -> MicroBatch:
-    """A row whose documents are trained from their second token on, with advantages of 1 and -1 by document.
+def make_row(bench: BenchConfig, seq_len: int, vocab: int, rng: np.random.Generator, share: bool = False) -> MicroBatch:
+    """A row whose documents are trained behind their prompt, or from their second token on, with advantages of 1 and -1
+    by document. share: what they have in common is run once.
 
     The sampling probability of each token is said to be 1 / vocab, which is near what a randomly initialised model
     gives, so that importance ratios are near 1 and nothing is masked.
     """
-    return build_micro_batch([_document(n, vocab, rng) for n in document_lengths(bench, seq_len, rng)])
+    prompt = rng.integers(0, vocab, bench.prompt_len).tolist()
+    documents = [_document(prompt, n, vocab, rng) for n in document_lengths(bench, seq_len, rng)]
+    return build_micro_batch(documents, [0] + [len(prompt)] * (len(documents) - 1) if share else ())
 
 
-def _document(length: int, vocab: int, rng: np.random.Generator) -> Document:
-    sign = float(rng.choice([-1.0, 1.0]))
+def _document(prompt: list[int], length: int, vocab: int, rng: np.random.Generator) -> Document:
+    given = max(len(prompt), 1)
+    sign, trained = float(rng.choice([-1.0, 1.0])), length - given
     return Document(
-        input_ids=rng.integers(0, vocab, length).tolist(),
-        loss_mask=[False] + [True] * (length - 1),
-        logp_infer=[0.0] + [-math.log(vocab)] * (length - 1),
-        advantages=[0.0] + [sign] * (length - 1),
-        versions=[-1] + [0] * (length - 1),
+        input_ids=prompt + rng.integers(0, vocab, length - len(prompt)).tolist(),
+        loss_mask=[False] * given + [True] * trained,
+        logp_infer=[0.0] * given + [-math.log(vocab)] * trained,
+        advantages=[0.0] * given + [sign] * trained,
+        versions=[-1] * given + [0] * trained,
     )
 
 
-def make_rows(bench: BenchConfig, seq_len: int, vocab: int, seed: int, step: int, data_rank: int) -> list[MicroBatch]:
+def make_rows(
+    bench: BenchConfig, seq_len: int, vocab: int, seed: int, step: int, data_rank: int, share: bool = False
+) -> list[MicroBatch]:
     """A data rank's rows of one step: the same numbers whatever the mesh, as long as the data rank is the same."""
     rng = np.random.default_rng([seed, step, data_rank])
-    return [make_row(bench, seq_len, vocab, rng) for _ in range(bench.micro_batches)]
+    return [make_row(bench, seq_len, vocab, rng, share) for _ in range(bench.micro_batches)]

@@ -15,6 +15,7 @@ from prl.bench.launch import RAW_RESULT
 from prl.bench.measurement import MemoryWatch, StepRecord, Stopwatch, rank_report, summarise_ranks
 from prl.bench.profile import profile_step
 from prl.bench.rows import make_rows
+from prl.config.world import shares_prefixes
 from prl.metrics.mfu import peak_flops
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.runtime.process.child import ChildContext
@@ -79,7 +80,8 @@ class TrainerBench:
         """One optimizer step on rows of its own."""
         world, config = self.world, self.config
         card = config.model.card
-        rows = make_rows(self.bench, config.seq_len, card.vocab_size, config.seed, step, world.data_rank)
+        share = shares_prefixes(config)
+        rows = make_rows(self.bench, config.seq_len, card.vocab_size, config.seed, step, world.data_rank, share)
         trained = self.over_world(sum(int(row.loss_mask.sum()) for row in rows))
         documents = self.over_world(sum(len(row.doc_lens) for row in rows))
         backward = self.backward_of(trained, documents)

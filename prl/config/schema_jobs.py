@@ -87,6 +87,7 @@ class BenchConfig(Group):
     target: Literal["trainer_rl", "trainer_sft", "inference", "stack", "transformers", "trl"] = "trainer_rl"
     doc_len: Positive | tuple[Positive, ...] = 1024  # tokens of a document, or of each document of a row
     lengths: Literal["fixed", "variable"] = "fixed"  # variable: uniform from doc_len / 8 to doc_len
+    prompt_len: NonNegative = 0  # first tokens that all documents of a row have in common, and that are not trained
     micro_batches: Positive = 1  # packed rows per data rank and step
     warmup_steps: NonNegative = 2
     steps: Positive = 5  # measured ones
@@ -94,6 +95,13 @@ class BenchConfig(Group):
     baseline_checkpointing: bool = True  # transformers: gradient checkpointing
     profile: bool = False  # one more step under torch.profiler: where the time goes
     output_json: Place | None = None
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest document that there may be."""
+        if not isinstance(self.doc_len, int):
+            return min(self.doc_len)
+        return self.doc_len if self.lengths == "fixed" else min(max(self.doc_len // 8, 2), self.doc_len)
 
 
 class SlurmConfig(Group):

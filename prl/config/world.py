@@ -118,13 +118,14 @@ def takes_turns(config: RunConfig) -> bool:
 
 def shares_prefixes(config: RunConfig) -> bool:
     """Whether the trainer runs once what documents have in common at their beginning: asked for, and known to the
-    attention that it has: ours in float32, over whole rows. Keys chosen by an indexer and states of layers belong to
-    one document.
+    attention of the model and of its context parallelism. Keys chosen by an indexer and states of layers belong to one
+    document.
     """
     model, card = config.model, config.model.card
-    known = model.dtype == "float32" and model.impl != "hf" and card.is_native and config.parallelism.cp == 1
-    whole = not card.index_topk and not card.state_layers
-    return config.memory_recipe.share_prefixes and config.job == "rl" and known and whole
+    known = model.impl != "hf" and card.is_native and not card.index_topk and not card.state_layers
+    whole_row = config.parallelism.cp == 1 or context_style(config) == "ulysses"
+    rl = config.job == "rl" or (config.bench is not None and config.bench.target == "trainer_rl")
+    return config.memory_recipe.share_prefixes and rl and known and whole_row
 
 
 def context_style(config: RunConfig) -> CpStyle:

@@ -1,11 +1,14 @@
-"""The device of a process, and how much of it the process may hold."""
+"""The device of a process, how much of it the process may hold, and how values of the host get there."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from prl.config.errors import UserError
 
@@ -41,3 +44,11 @@ def limit_memory_beside_engine(device: torch.device, engine_part: float) -> None
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         limit_memory(device, max(0.0, 1 - engine_part - CONTEXTS_BYTES / total))
+
+
+def to_device(values: Tensor | np.ndarray | Sequence[int], device: torch.device) -> Tensor:
+    """A copy for which the host does not wait. A GPU reads it from pinned memory, which PyTorch gives to nobody else
+    until that is done; from other memory, it would first end all that it was asked for before.
+    """
+    host = values if isinstance(values, Tensor) else torch.tensor(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -19,15 +19,14 @@ from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import activate_attention
-from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.planning.vllm_arguments import engine_share
 from prl.trainer.busy import BusyClock
 from prl.trainer.compilation import CompileClock
-from prl.trainer.context.parallel import ContextGroup, context_attention, shard_row, sum_over_context
+from prl.trainer.context.parallel import ContextGroup, context_attention, sum_over_context
 from prl.trainer.expert_balance import ExpertBalance
 from prl.trainer.head.head import logprob_head
-from prl.trainer.head.truncation import KeptSets
 from prl.trainer.indexer_training import IndexerTraining
+from prl.trainer.inputs import RowInputs
 from prl.trainer.memory.optimizer_offload import local_gradients, master_weights, offload_optimizers
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
 from prl.trainer.parallelize import build_model, hold_gradients
@@ -92,84 +91,26 @@ class Policy:
         if self.world.size == 1 and device.type == "cpu":  # on a GPU, whole weights would stay in its memory
             hold_gradients(self.model, more_follow)
         self.busy.begin_lap()
-        doc_lens = micro.doc_lens.tolist()
-        prefixes = None if micro.shared_lens is None else SharedPrefixes(doc_lens, micro.shared_lens.tolist())
-        rows = torch.from_numpy(np.flatnonzero(micro.loss_mask)).to(device)
-        input_ids = torch.tensor(micro.input_ids, device=device)
-        positions = torch.tensor(micro.positions, device=device)
-        routed = self.routing_of(micro)
-        trains = bool(micro.loss_mask.any())
+        card, impl = self.config.model.card, self.config.model.attn
+        row = RowInputs.build(micro, card.num_hidden_layers, self.context, device)
+        self.balance.expect(bool(micro.loss_mask.any()), row.valid)
         if self.context is None:
-            self.balance.expect(trains)
-            attend: Attend | LatentAttend = attend_documents(
-                self.config.model.card, doc_lens, device, self.config.model.attn, prefixes
-            )
-            before, targets, kept = rows - 1, input_ids[rows], _kept_sets(micro, rows, device)
-            if prefixes is not None:
-                run, before = prefixes.run.to(device), prefixes.place.to(device)[before]
-                input_ids, positions = input_ids[run], positions[run]
-                routed = None if routed is None else routed[run]
-            self.indexers.begin(attend, before, loss_tokens)
-            repeated = prefixes is not None
-            parts = self.run_model(input_ids, positions, attend, routed, before, targets, temperature, kept, repeated)
-            return TokenStats(rows, *parts)
-        assert prefixes is None, "context parallelism runs whole documents"
-        shard = shard_row(doc_lens, self.context, device)
-        self.balance.expect(trains, shard.valid)
-        attend = context_attention(self.config.model.card, doc_lens, self.context, device, self.config.model.attn)
-        trained = (
-            torch.from_numpy(micro.loss_mask).to(device).roll(-1)
-        )  # whether the token after this one is; row 0 is not
-        slots = (shard.valid & trained[shard.index]).nonzero().squeeze(-1)
-        self.indexers.begin(attend, slots, loss_tokens)
-        targets = shard.index[slots] + 1
-        local = self.run_model(
-            input_ids[shard.index],
-            positions[shard.index],
-            attend,
-            None if routed is None else routed[shard.index],
-            slots,
-            input_ids[targets],
-            temperature,
-            _kept_sets(micro, targets, device),
-        )
-        row = torch.stack([part.new_zeros(len(input_ids)).index_put((targets,), part) for part in local])
-        logp, entropy = sum_over_context(row, self.context)[:, rows]
-        return TokenStats(rows, logp, entropy)
+            attend: Attend | LatentAttend = attend_documents(card, row.doc_lens, device, impl, row.prefixes)
+        else:
+            attend = context_attention(card, row.doc_lens, self.context, device, impl, row.prefixes)
+        self.indexers.begin(attend, row.slots, loss_tokens)
+        parts = self.run_model(row, attend, temperature)
+        if self.context is None or row.mine is None:
+            return TokenStats(row.rows, *parts)
+        mine = torch.stack([part.new_zeros(len(row.rows)).index_put((row.mine,), part) for part in parts])
+        return TokenStats(row.rows, *sum_over_context(mine, self.context))
 
-    def routing_of(self, micro: MicroBatch) -> Tensor | None:
-        """The engine's choice of experts on the device, [T, L, K] uint8 or int32; None where it is not replayed.
-
-        Raises ValueError for an engine that leaves out layers: which ones, nobody could tell.
-        """
-        routed = micro.routed_experts
-        if routed is None:
-            return None
-        layers = self.config.model.card.num_hidden_layers
-        if routed.shape[1] != layers:
-            raise ValueError(f"an engine recorded the routing of {routed.shape[1]} layers, but the model has {layers}")
-        # torch has few operations on wider unsigned numbers
-        return torch.tensor(routed if routed.dtype == np.uint8 else routed.astype(np.int32), device=self.world.device)
-
-    def run_model(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attend: Attend | LatentAttend,
-        routed: Tensor | None,
-        rows: Tensor,
-        targets: Tensor,
-        temperature: float,
-        kept: KeptSets | None,
-        repeated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of targets [M] after the tokens at rows [M], and the entropy there, within `kept`.
-        repeated: whether some row may be there more than once.
-        """
-        chunk = self.config.memory_recipe.fused_lm_head_token_chunk_size
-        head = logprob_head(rows, targets, temperature, chunk, kept, repeated)
-        recorder = None if routed is None else RoutingRecorder(given=routed)
-        return self.model(input_ids, positions, attend, head=head, recorder=recorder)
+    def run_model(self, row: RowInputs, attend: Attend | LatentAttend, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of the targets [m], and the entropy there, both within what each was drawn from."""
+        chunk, repeated = self.config.memory_recipe.fused_lm_head_token_chunk_size, row.prefixes is not None
+        head = logprob_head(row.slots, row.targets, temperature, chunk, row.kept, repeated)
+        recorder = None if row.routed is None else RoutingRecorder(given=row.routed)
+        return self.model(row.input_ids, row.positions, attend, head=head, recorder=recorder)
 
     def compile_times(self) -> dict[str, float]:
         """For a row of metrics: what torch.compile took since the last one; nothing where nothing is compiled."""
@@ -206,11 +147,6 @@ class Policy:
         if self.world.dense["dp_replicate"].size() == 1:
             return finite
         return sum_over_world(torch.tensor([0.0 if finite else 1.0], dtype=torch.float64)).item() == 0
-
-
-def _kept_sets(micro: MicroBatch, targets: Tensor, device: torch.device) -> KeptSets | None:
-    """From what each of the targets [M], positions in the row, was drawn. Without truncation the host does not wait."""
-    return None if micro.kept is None else KeptSets.build(micro.kept.of_rows(targets.cpu().numpy()), device)
 
 
 def context_group(config: RunConfig, world: World) -> ContextGroup | None:

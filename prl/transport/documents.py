@@ -10,7 +10,6 @@ import numpy as np
 from prl.transport.kept import KeptTokens
 
 LEAST = 8  # tokens in common that are worth a document's queries and keys in places of their own
-LONGEST = 4096  # tokens of a document that shares: attention holds which keys each of its queries sees, for every pair
 SMALL = 4  # parts of a row: larger items are hard to place, and made where they share much only
 
 
@@ -67,7 +66,7 @@ def _together(documents: list[Document], seq_len: int) -> Iterator[Item]:
     for index in order:
         length, common = len(documents[index]), 0
         loss_tokens = int(np.count_nonzero(documents[index].loss_mask))
-        if item and max(length, len(documents[item[-1]])) <= LONGEST:
+        if item:
             common = alike(documents[item[-1]], documents[index])
         grown = max(run + length - common, trained + loss_tokens)
         is_small = grown <= seq_len // SMALL or 2 * common >= length

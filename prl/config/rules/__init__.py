@@ -132,6 +132,7 @@ EVAL_RULES: tuple[Rule, ...] = (
 )
 BENCH_RULES: tuple[Rule, ...] = (
     bench.documents_fit_the_row,
+    bench.documents_are_longer_than_their_prompt,
     bench.variable_lengths_have_one_maximum,
     bench.alternatives_have_one_device,
     bench.alternatives_stay_plain,

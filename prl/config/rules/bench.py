@@ -46,6 +46,19 @@ def variable_lengths_have_one_maximum(config: RunConfig, world: World) -> Iterat
         )
 
 
+def documents_are_longer_than_their_prompt(config: RunConfig, world: World) -> Iterator[UserError]:
+    bench = config.bench
+    assert bench is not None
+    shortest = bench.shortest
+    if bench.prompt_len >= shortest:
+        yield UserError(
+            f"Of a document of {shortest} tokens nothing is left to train behind a prompt of {bench.prompt_len}.",
+            where=f"bench.prompt_len={bench.prompt_len}, bench.doc_len={bench.doc_len}, bench.lengths={bench.lengths}",
+            why="doc_len counts the prompt; variable lengths begin at doc_len / 8",
+            fix=f"bench.prompt_len={shortest - 1}",
+        )
+
+
 alternatives_have_one_device = Refuse(
     lambda c, w: c.bench and c.bench.target in ALTERNATIVES and w.ranks > 1,
     "{bench.target} does not train on {world.ranks} devices here.",

@@ -208,7 +208,7 @@ def _bench(config: RunConfig) -> Iterator[Idle]:
         keys: tuple[str, ...] = ("bench.baseline_checkpointing",)
         yield Idle(keys, where, "memory_recipe.ac says what our trainer recomputes", "bench.target=transformers")
     if target in ("inference", *WHOLE_RUNS):  # doc_len may stay: sweeps over targets say it for their trainers
-        keys = ("bench.lengths", "bench.micro_batches", "bench.profile")
+        keys = ("bench.lengths", "bench.prompt_len", "bench.micro_batches", "bench.profile")
         yield Idle(keys, where, "they belong to the trainer alone", "bench.target=trainer_rl")
     if target in WHOLE_RUNS:
         keys = ("bench.random_weights",)

@@ -39,6 +39,18 @@ def _gather_sum_kernel(rows, out, positions, width, TOP_K: tl.constexpr, BLOCK: 
     tl.store(out + token * width + columns, total, mask=inside)
 
 
+@triton.jit
+def _segment_sum_kernel(rows, out, order, begins, width, BLOCK: tl.constexpr):
+    segment = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for i in range(tl.load(begins + segment), tl.load(begins + segment + 1)):
+        row = tl.load(order + i)
+        total += tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + segment * width + columns, total, mask=inside)
+
+
 def scatter(x: Tensor, positions: Tensor, num_rows: int) -> Tensor:
     """x [N, H] -> rows [num_rows, H]: row positions[n, k] is x[n]."""
     rows = x.new_empty(num_rows, x.shape[1])
@@ -52,6 +64,20 @@ def gather_sum(rows: Tensor, positions: Tensor) -> Tensor:
     out = rows.new_empty(positions.shape[0], rows.shape[1])
     if out.numel():
         _launch(_gather_sum_kernel, rows.contiguous(), out, positions)
+    return out
+
+
+def segment_sum(rows: Tensor, order: Tensor, begins: Tensor) -> Tensor:
+    """rows [M, H], order [M] and begins [N + 1] int64 -> [N, H]: of the rows order[begins[n] : begins[n + 1]] the sum,
+    in float32 and in this order.
+    """
+    segments, width = len(begins) - 1, rows.shape[1]
+    out = rows.new_empty(segments, width)
+    if out.numel():
+        block = min(BLOCK, triton.next_power_of_2(width))
+        with torch.cuda.device(rows.device):
+            grid = (segments, triton.cdiv(width, block))
+            _segment_sum_kernel[grid](rows.contiguous(), out, order, begins, width, BLOCK=block)
     return out
 
 

@@ -7,7 +7,6 @@ power-of-two length class, because a dense [T, T] mask over many short documents
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from typing import Literal
@@ -15,13 +14,19 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prl.config.errors import UserError
 from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4
 from prl.models.by_hand import PaddedQueries, ShortAttentionByHand, by_hand, is_by_hand
 from prl.models.layers.attention import Attend
 from prl.models.layers.attention_kernels import PackedAttention, widened
+from prl.models.layers.cudnn_attention import LONG_DOCUMENT, cudnn_attention, prefers_cudnn, rounded, slice_rows
+from prl.models.layers.prefix_attention import (
+    ends_of,
+    flash_attention_with_prefixes,
+    length_class,
+    padded_attention_with_prefixes,
+)
 from prl.models.layers.shared_prefixes import SharedPrefixes
 
 AttentionImpl = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
@@ -33,23 +38,23 @@ def packed_attention(
     """Causal attention inside each document; doc_lens sum to N tokens. With `prefixes` N are those that are run.
 
     impl: what `model.attn` says. "auto" takes cuDNN for long documents and varlen attention for short ones on Hopper,
-    varlen attention on other GPUs, and SDPA on CPU and for float32, which the flash kernels do not know. Nor do these
-    know shared prefixes: such documents are padded.
+    varlen attention on other GPUs, and SDPA on CPU and for float32, which the flash kernels do not know.
     """
-    if prefixes is not None:
-        return _padded_with_prefixes(prefixes, device)
     if device.type != "cuda":
-        return _padded_attention(doc_lens, device)
-    mixed = impl == "auto" and prefers_cudnn(device) and not torch.are_deterministic_algorithms_enabled()
-    flash = _mixed_attention(doc_lens, device) if mixed else _varlen_attention(doc_lens, device)
-    padded: list[Attend] = []  # built at the first call that needs it
+        return _plain_attention(doc_lens, device, prefixes)
+    cudnn = impl == "auto" and prefers_cudnn(device) and not torch.are_deterministic_algorithms_enabled()
+    if prefixes is not None:
+        flash = flash_attention_with_prefixes(prefixes, device, cudnn)
+    else:
+        flash = _mixed_attention(doc_lens, device) if cudnn else _varlen_attention(doc_lens, device)
+    plain: list[Attend] = []  # built at the first call that needs it
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if impl != "sdpa" and q.dtype != torch.float32:
             return flash(layer_idx, q, k, v)
-        if not padded:
-            padded.append(_padded_attention(doc_lens, device))
-        return padded[0](layer_idx, q, k, v)
+        if not plain:
+            plain.append(_plain_attention(doc_lens, device, prefixes))
+        return plain[0](layer_idx, q, k, v)
 
     return attend
 
@@ -80,24 +85,14 @@ def activate_attention(impl: AttentionImpl) -> None:
         ) from error
 
 
-@functools.cache
-def prefers_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention beats the built-in flash kernels: on Hopper by 1.7 to 2 times (prl/README.md)."""
-    return torch.cuda.get_device_capability(device)[0] == 9 and torch.backends.cudnn.is_available()
-
-
 def _varlen_attention(doc_lens: list[int], device: torch.device) -> Attend:
-    ends = torch.tensor([0, *doc_lens], device=device).cumsum(0).to(torch.int32)
+    ends = ends_of(doc_lens, device)
     longest = max(doc_lens)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return PackedAttention.apply(q, k, v, ends, longest)
 
     return attend
-
-
-LONG_DOCUMENT = 2048  # tokens from which cuDNN, one call per document, beats one varlen call
-CUDNN_GRAIN = 256  # lengths are rounded up to multiples of this: cuDNN builds a plan for every new shape
 
 
 def _mixed_attention(doc_lens: list[int], device: torch.device) -> Attend:
@@ -112,7 +107,7 @@ def _mixed_attention(doc_lens: list[int], device: torch.device) -> Attend:
         lengths = list(run)
         if is_long:
             for length in lengths:
-                parts.append((start, length, _cudnn_attention))
+                parts.append((start, length, cudnn_attention))
                 start += length
         else:
             parts.append((start, sum(lengths), _varlen_attention(lengths, device)))
@@ -121,29 +116,11 @@ def _mixed_attention(doc_lens: list[int], device: torch.device) -> Attend:
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
         for first, length, part in parts:
-            size = -(-length // CUDNN_GRAIN) * CUDNN_GRAIN if part is _cudnn_attention else length
+            size = rounded(length) if part is cudnn_attention else length
             outs.append(part(layer_idx, *(slice_rows(t, first, size) for t in (q, k, v)))[:length])
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     return attend
-
-
-def slice_rows(x: Tensor, first: int, size: int) -> Tensor:
-    """x[first : first + size], with zeros for rows beyond the end."""
-    rows = x[first : first + size]
-    return F.pad(rows, (0, 0, 0, 0, 0, size - rows.shape[0])) if rows.shape[0] < size else rows
-
-
-def _cudnn_attention(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over the whole slice."""
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, H, S, D]
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.squeeze(0).transpose(0, 1)
-
-
-def _length_class(length: int) -> int:
-    return max(length - 1, 15).bit_length()
 
 
 def _length_classes(doc_lens: list[int]) -> list[list[tuple[int, int]]]:
@@ -151,12 +128,20 @@ def _length_classes(doc_lens: list[int]) -> list[list[tuple[int, int]]]:
     classes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     start = 0
     for length in doc_lens:
-        classes[_length_class(length)].append((start, length))
+        classes[length_class(length)].append((start, length))
         start += length
     return [classes[key] for key in sorted(classes)]
 
 
 BY_HAND_TOKENS = 128  # of the longest document, up to which keeping its probabilities is faster
+
+
+def _plain_attention(doc_lens: list[int], device: torch.device, prefixes: SharedPrefixes | None) -> Attend:
+    if prefixes is None:
+        return _padded_attention(doc_lens, device)
+    return padded_attention_with_prefixes(
+        prefixes, device, BY_HAND_TOKENS, lambda lengths: _padded_attention(lengths, device)
+    )
 
 
 def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
@@ -190,33 +175,5 @@ def _padded_attention(doc_lens: list[int], device: torch.device) -> Attend:
             out = F.scaled_dot_product_attention(qc, kc, vc, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             outs.append(out[..., : v.shape[-1]].transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[unpad] if len(outs) > 1 else outs[0][unpad]
-
-    return attend
-
-
-def _padded_with_prefixes(prefixes: SharedPrefixes, device: torch.device) -> Attend:
-    """Queries are each document's own tokens, keys all of its tokens, wherever they are run."""
-    classes: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for start, length, common in prefixes.documents():
-        classes[_length_class(length - common), _length_class(length)].append((start, length, common))
-    padded = []
-    for key in sorted(classes):
-        starts, lengths, shared = torch.tensor(classes[key]).unbind(1)
-        padded.append(PaddedQueries(starts, lengths, shared, prefixes.place))
-    is_short = device.type == "cpu" and max(prefixes.doc_lens) <= BY_HAND_TOKENS
-    on_device: list[tuple[Tensor, ...]] = []  # per class: slots of queries and of keys, mask; places and tokens
-
-    def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if is_short and is_by_hand(q) and v.shape == k.shape:
-            return by_hand(ShortAttentionByHand, q, k, v, padded)
-        if not on_device:
-            on_device.extend(tuple(part.to(device) for part in c.as_indices()) for c in padded)
-        values, outs, tokens = widened(v, q.shape[-1]), [], []
-        for of_queries, of_keys, seen, places, own in on_device:
-            qc, kc, vc = (t[i].transpose(1, 2) for t, i in ((q, of_queries), (k, of_keys), (values, of_keys)))
-            out = F.scaled_dot_product_attention(qc, kc, vc, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
-            outs.append(out[..., : v.shape[-1]].transpose(1, 2).flatten(0, 1)[places])
-            tokens.append(own)
-        return torch.cat(outs)[torch.cat(tokens).argsort()]
 
     return attend

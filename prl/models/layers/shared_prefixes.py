@@ -34,6 +34,10 @@ class SharedPrefixes:
         self.run = torch.from_numpy(np.flatnonzero(run))
         self.place = torch.from_numpy((np.cumsum(run) - 1)[stands])
 
+    def padded(self, tokens: int) -> SharedPrefixes:
+        """With so many further tokens of the last document, run behind all others."""
+        return SharedPrefixes([*self.doc_lens[:-1], self.doc_lens[-1] + tokens], self.shared) if tokens else self
+
     def documents(self) -> list[tuple[int, int, int]]:
         """Of each document that has tokens of its own: where it begins in the row, its length, and what it shares."""
         starts = np.cumsum([0, *self.doc_lens[:-1]]).tolist()

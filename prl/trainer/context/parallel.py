@@ -27,6 +27,7 @@ from prl.config.schema import ModelCard
 from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.hybrid import HybridAttend
 from prl.models.layers.packed_attention import AttentionImpl
+from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.trainer.context.gather import GatheredSparseAttention
 from prl.trainer.context.gather_latents import GatheredLatentAttention
 from prl.trainer.context.group import ContextGroup, sum_over_context
@@ -54,18 +55,25 @@ def shard_row(doc_lens: list[int], context: ContextGroup, device: torch.device) 
 
 
 def context_attention(
-    card: ModelCard, doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
+    card: ModelCard,
+    doc_lens: list[int],
+    context: ContextGroup,
+    device: torch.device,
+    impl: AttentionImpl = "auto",
+    prefixes: SharedPrefixes | None = None,
 ) -> Attend | LatentAttend:
     """Causal attention inside each document, on the slots of `shard_row`: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
     A collective: every rank of the group calls it for the same layers in the same order, and so in backward. `impl` is
     that of `packed_attention`, for ulysses; the ring needs the log-sum-exp and always runs the flash kernels on GPUs.
+    `prefixes` are known to ulysses alone: slots are then parts of what is run.
     """
+    assert prefixes is None or context.style == "ulysses"
     if context.style == "gather":
         if card.index_topk:
             return GatheredSparseAttention(doc_lens, card, context, device)
         return GatheredLatentAttention(doc_lens, context, device)
     if context.style == "ring":
         return ring_attention(doc_lens, context, device)
-    attend = ulysses_attention(doc_lens, context, device, impl)
+    attend = ulysses_attention(doc_lens, context, device, impl, prefixes)
     return HybridAttend(attend, ulysses_states(doc_lens, context, device)) if card.state_layers else attend

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prl.models.layers.attention import Attend
 from prl.models.layers.packed_attention import AttentionImpl, packed_attention
+from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.models.state_space.documents import mix_documents
 from prl.models.state_space.mixer import Channels, Convolve, Mix
 from prl.trainer.context.group import ContextGroup, exchange
@@ -32,13 +33,21 @@ def _padded(doc_lens: list[int], context: ContextGroup) -> list[int]:
 
 
 def ulysses_attention(
-    doc_lens: list[int], context: ContextGroup, device: torch.device, impl: AttentionImpl = "auto"
+    doc_lens: list[int],
+    context: ContextGroup,
+    device: torch.device,
+    impl: AttentionImpl = "auto",
+    prefixes: SharedPrefixes | None = None,
 ) -> Attend:
     """Causal attention inside each document over this rank's slots. cp must divide the number of query heads.
 
     Where cp does not divide the key and value heads, each is repeated to their least common multiple.
     """
-    attend_row = packed_attention(_padded(doc_lens, context), device, impl)
+    if prefixes is None:
+        attend_row = packed_attention(_padded(doc_lens, context), device, impl)
+    else:
+        longer = prefixes.padded(-len(prefixes.run) % context.size)
+        attend_row = packed_attention(longer.doc_lens, device, impl, longer)
 
     def attend(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cp, (n, heads, _) = context.size, q.shape

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prl.models.device import to_device
 from prl.transport.kept import KeptTokens
 
 IMPOSSIBLE = -1e20
@@ -29,8 +30,8 @@ class KeptSets:
 
     @classmethod
     def build(cls, kept: KeptTokens, device: torch.device) -> KeptSets:
-        rows = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.counts))
-        return cls(kept.counts, rows.to(device), torch.from_numpy(kept.ids.astype(np.int64)).to(device))
+        rows = np.repeat(np.arange(len(kept)), kept.counts)
+        return cls(kept.counts, to_device(rows, device), to_device(kept.ids.astype(np.int64), device))
 
     def split(self, size: int) -> Iterator[KeptSets]:
         """Of `size` tokens each; the host does not wait for the device."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import AlgoConfig
+from prl.models.device import to_device
 from prl.trainer.losses import LOSSES, SEQUENCE_LEVEL, LossInputs, masked_importance_keep, mismatch_kl
 from prl.trainer.policy import TokenStats
 from prl.transport.batch import MicroBatch
@@ -24,10 +25,10 @@ def backward_rl(algo: AlgoConfig, micro: MicroBatch, stats: TokenStats, denomina
     and tokens, and the mismatch KL of each trained token [M].
     """
     device = stats.logp.device
-    doc_ids = torch.from_numpy(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens)).to(device)
-    logp_infer = torch.tensor(micro.logp_infer, device=device)[stats.rows]
-    advantages = torch.tensor(micro.advantages, device=device)[stats.rows]
-    inputs = LossInputs(stats.logp, logp_infer, advantages, doc_ids[stats.rows], len(micro.doc_lens))
+    trained = np.flatnonzero(micro.loss_mask)
+    doc_ids = to_device(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens)[trained], device)
+    logp_infer, advantages = (to_device(x[trained], device) for x in (micro.logp_infer, micro.advantages))
+    inputs = LossInputs(stats.logp, logp_infer, advantages, doc_ids, len(micro.doc_lens))
     per_token = LOSSES[algo.loss](inputs, algo) - algo.entropy_coef * stats.entropy
     loss = per_token.sum() / denominator
     loss.backward()
