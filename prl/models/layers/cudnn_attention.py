@@ -33,7 +33,7 @@ def slice_rows(x: Tensor, first: int, size: int) -> Tensor:
 
 def cudnn_attention(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over the whole slice: q [S, Hq, D], k [S, Hkv, D], v [S, Hkv, V] -> [S, Hq, V]."""
-    q, k, v = _heads_first(q, k, v)
+    q, k, v = _heads_first(*(x.unsqueeze(0) for x in (q, k, v)))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
@@ -47,25 +47,27 @@ class Kept(NamedTuple):
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
-    """As `cudnn_attention`, without autograd."""
+    """Causal attention over each slice: q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, V] -> [B, S, Hq, V]. No
+    autograd.
+    """
     out, lse, *others, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *_heads_first(q, k, v), None, True, 0.0, True, False
     )
-    return out.squeeze(0).transpose(0, 1), Kept(lse, tuple(others))
+    return out.transpose(1, 2), Kept(lse, tuple(others))
 
 
 def cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> gradients of q, k and v, all of the shapes of `cudnn_attention`."""
+    """-> gradients of q, k and v, all of the shapes of `cudnn_forward`."""
     cu_q, cu_k, max_q, max_k, seed, offset = kept.others
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *_heads_first(dout, q, k, v, out), kept.lse, seed, offset, None, cu_q, cu_k, max_q, max_k, 0.0, True
     )
-    dq, dk, dv = (grad.squeeze(0).transpose(0, 1) for grad in grads)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv
 
 
-def _heads_first(*rows: Tensor) -> list[Tensor]:
-    """[S, H, D] -> [1, H, S, D], a view."""
-    return [x.transpose(0, 1).unsqueeze(0) for x in rows]
+def _heads_first(*slices: Tensor) -> list[Tensor]:
+    """[B, S, H, D] -> [B, H, S, D], a view."""
+    return [x.transpose(1, 2) for x in slices]

@@ -20,7 +20,7 @@ from prl.models.by_hand import PaddedQueries, ShortAttentionByHand, by_hand, is_
 from prl.models.device import to_device
 from prl.models.layers.attention import Attend
 from prl.models.layers.attention_kernels import varlen_backward, varlen_forward, widened
-from prl.models.layers.cudnn_attention import LONG_DOCUMENT, Kept, cudnn_backward, cudnn_forward, rounded, slice_rows
+from prl.models.layers.cudnn_attention import LONG_DOCUMENT, Kept, cudnn_backward, cudnn_forward, rounded
 from prl.models.layers.shared_prefixes import SharedPrefixes
 
 LONGEST = 4096  # tokens of a document whose pairs of a query and a key may each have a byte that says what is seen
@@ -40,41 +40,49 @@ def flash_attention_with_prefixes(prefixes: SharedPrefixes, device: torch.device
 
 
 @dataclass(frozen=True)
-class WholeDocument:
-    tokens: Tensor  # [L] int64: where each of its tokens is run
-    own: slice  # of what is run: its own ones
-    common: int  # tokens before these
+class WholeDocuments:
+    """B documents that are padded to the same S tokens, behind which causality keeps what repeats the last one."""
+
+    tokens: Tensor  # [B, S] int64: where each token is run
+    rows: Tensor  # [n] int64: of what is run, their own tokens
+    slots: Tensor  # [n] int64: and where these are in the B * S
+
+    @classmethod
+    def build(cls, documents: list[tuple[Tensor, int]], size: int) -> WholeDocuments:
+        """Of each document where its tokens are run [L], and how many of these are not its own."""
+        tokens = torch.stack([torch.cat([of, of[-1:].expand(size - len(of))]) for of, _ in documents])
+        rows = torch.cat([of[common:] for of, common in documents])
+        slots = torch.cat([torch.arange(common, len(of)) + i * size for i, (of, common) in enumerate(documents)])
+        return cls(tokens, rows, slots)
+
+    def to(self, device: torch.device) -> WholeDocuments:
+        return WholeDocuments(*(to_device(x, device) for x in (self.tokens, self.rows, self.slots)))
 
 
 class PrefixPlan:
     """Which documents are attended to how, and the rows that they read of the N that are run."""
 
     def __init__(self, prefixes: SharedPrefixes, device: torch.device, cudnn: bool = False) -> None:
-        place = prefixes.place
-        self.whole: list[WholeDocument] = []
         queries: list[Tensor] = []
         keys: list[Tensor] = []
-        whole: list[Tensor] = []
-        q_lens: list[int] = []
-        k_lens: list[int] = []
+        whole: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         for start, length, common in prefixes.documents():
-            tokens = place[start : start + length]
+            tokens = prefixes.place[start : start + length]
             if cudnn and faster_whole(length, common):
-                whole.append(tokens)
-                own = slice(int(tokens[common]), int(tokens[-1]) + 1)
-                self.whole.append(WholeDocument(to_device(tokens, device), own, common))
-                continue
-            queries.append(tokens[common:])
-            keys.append(tokens)
-            q_lens.append(length - common)
-            k_lens.append(length)
-        # rows of the queries and keys that varlen attention takes; None: all of them
-        self.queries = to_device(torch.cat(queries), device) if queries and self.whole else None
+                whole[rounded(length)].append((tokens, common))
+            else:
+                queries.append(tokens[common:])
+                keys.append(tokens)
+        batches = [WholeDocuments.build(whole[size], size) for size in sorted(whole)]
+        self.whole = [batch.to(device) for batch in batches]
+        # rows of the queries and keys that varlen attention takes; None: all of them, and nothing
+        self.queries = to_device(torch.cat(queries), device) if queries and whole else None
         self.keys = to_device(torch.cat(keys), device) if keys else None
-        self.ends_q, self.ends_k = (ends_of(lens, device) for lens in (q_lens, k_lens))
-        self.longest_q, self.longest_k = max(q_lens, default=0), max(k_lens, default=0)
+        (self.ends_q, self.longest_q), (self.ends_k, self.longest_k) = (
+            (ends_of([len(one) for one in of], device), max(map(len, of), default=0)) for of in (queries, keys)
+        )
         # of all keys that anything reads, those of the first row that is run, of the second, ...
-        read = torch.cat([*keys, *whole])
+        read = torch.cat([*keys, *(batch.tokens.flatten() for batch in batches)])
         order = read.argsort(stable=True)
         self.order = to_device(order, device)
         begins = torch.searchsorted(read[order], torch.arange(len(prefixes.run) + 1))  # [N + 1]
@@ -123,9 +131,9 @@ class PrefixAttention(torch.autograd.Function):
                 out = part
             else:
                 out[plan.queries] = part
-        for document in plan.whole:
-            part, kept = cudnn_forward(*(_grain(x, document) for x in (q, k, v)))
-            out[document.own] = part[document.common : len(document.tokens)]
+        for documents in plan.whole:
+            part, kept = cudnn_forward(*(x[documents.tokens] for x in (q, k, v)))
+            out[documents.rows] = part.flatten(0, 1)[documents.slots]
             statistics.append(kept.lse)
             ctx.others.append(kept.others)
         ctx.plan = plan
@@ -147,25 +155,19 @@ class PrefixAttention(torch.autograd.Function):
                 dq = dqs
             else:
                 dq[plan.queries] = dqs
-        for document, lse, others in zip(plan.whole, statistics, ctx.others, strict=True):
-            dpart, queries, keys, values, result = (_grain(x, document) for x in (dout, q, k, v, out))
-            dpart[: document.common] = 0  # other documents' queries: no gradient comes from them here
-            dpart[len(document.tokens) :] = 0
+        for documents, lse, others in zip(plan.whole, statistics, ctx.others, strict=True):
+            queries, keys, values, result = (x[documents.tokens] for x in (q, k, v, out))
+            dpart = torch.zeros_like(result)  # of what is run elsewhere, and of padding, no gradient comes from here
+            dpart.view(-1, *dout.shape[1:])[documents.slots] = dout[documents.rows]
             dqs, dks, dvs = cudnn_backward(dpart, queries, keys, values, result, Kept(lse, others))
-            length = len(document.tokens)
-            dq[document.own] = dqs[document.common : length]
-            dk.append(dks[:length])
-            dv.append(dvs[:length])
+            dq[documents.rows] = dqs.flatten(0, 1)[documents.slots]
+            dk.append(dks.flatten(0, 1))
+            dv.append(dvs.flatten(0, 1))
         return dq, plan.to_rows(dk), plan.to_rows(dv), None
 
 
 def _rows(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x[index]
-
-
-def _grain(x: Tensor, document: WholeDocument) -> Tensor:
-    """The document's rows [S, H, D] of x, behind them zeros up to a round length: causality keeps them apart."""
-    return slice_rows(x[document.tokens], 0, rounded(len(document.tokens)))
 
 
 def padded_attention_with_prefixes(
