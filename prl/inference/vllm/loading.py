@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed import get_world_group
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -28,6 +29,7 @@ from prl.inference.vllm.copies import Copies, Copy
 from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
 from prl.transport.buckets import Chunk
 from prl.transport.receiving_nccl import Part, receive_parts
+from prl.transport.to_gpu import on_device
 from prl.transport.weights import stage
 
 AS_STORED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # which on GPUs leave weights as they were loaded
@@ -77,12 +79,15 @@ class WeightLoader:
 
         Raises ValueError when a parameter gets nothing, or a tensor of another name or shape comes than before.
         """
+        if not self.in_place:
+            self._reload(chunks)
+            return
+        if get_world_group().world_size == 1:  # of several, each wants parts of what the host has
+            chunks = on_device(chunks, next(self.model.parameters()).device)
         if self.copies is not None:
             self.copies.repeat(chunks)
-        elif self.in_place:
-            self._watch(chunks)
         else:
-            self._reload(chunks)
+            self._watch(chunks)
 
     @property
     def wants(self) -> Copies | None:
