@@ -23,6 +23,7 @@ PINNED_BYTES = 16 << 20  # of one buffer
 BUFFERS = 8  # of the ring
 THREADS = 4  # that fill them
 CHUNK_BYTES = 64 << 20  # of tensors that are handed on together, so that many are copied on in one kernel
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
@@ -42,13 +43,10 @@ class _Stretch:
 
 
 def on_device(chunks: Iterable[Chunk], device: torch.device) -> Iterator[Chunk]:
-    """The same tensors in the same order on a GPU, in chunks of 64 MiB or of one tensor; those that are there already,
-    and those that it has no room for, stay where they are. They are on their way on the current stream, and not kept
-    beyond their chunk. On other devices: the chunks as they are.
+    """Tensors of the host, which stay as they are when the next ones are asked for, on a GPU: in the same order, in
+    chunks of 64 MiB or of one tensor. What it has no room for stays where it is. They are on their way on the current
+    stream, and not kept beyond their chunk.
     """
-    if device.type != "cuda":
-        yield from chunks
-        return
     with ThreadPoolExecutor(THREADS, "weights") as pool:
         ready: Chunk = []
         for named in _moved(chain.from_iterable(chunks), device, pool):
@@ -66,7 +64,7 @@ def _moved(named: Iterable[tuple[str, Tensor]], device: torch.device, pool: Exec
     for name, tensor in named:
         place = _room(tensor, device)
         moves = place is not tensor
-        source, target = (_bytes(x) if moves else torch.empty(0, dtype=torch.uint8) for x in (tensor, place))
+        source, target = (_bytes(x if moves else NOTHING) for x in (tensor, place))
         starts = range(0, max(len(source), 1), PINNED_BYTES)
         for first in starts:
             if len(on_the_way) == len(ring) and (whole := _send(on_the_way.popleft())):
@@ -82,9 +80,7 @@ def _moved(named: Iterable[tuple[str, Tensor]], device: torch.device, pool: Exec
 
 
 def _room(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for it there; itself where there is none, or no need."""
-    if tensor.device.type != "cpu":
-        return tensor
+    """Memory for it there; itself where there is none."""
     try:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     except torch.OutOfMemoryError:
@@ -114,5 +110,9 @@ def _send(stretch: _Stretch) -> tuple[str, Tensor] | None:
 @functools.cache
 def _ring(device: torch.device) -> list[_Slot]:
     """Of this process, which loads one version at a time."""
-    pinned = device.type == "cuda"
-    return [_Slot(torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=pinned)) for _ in range(BUFFERS)]
+    form = {
+        "dtype": torch.uint8,
+        "device": "cpu",
+        "pin_memory": device.type == "cuda",
+    }  # vLLM's default device is a GPU
+    return [_Slot(torch.empty(PINNED_BYTES, **form)) for _ in range(BUFFERS)]

@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from prl.inference.vllm.copies import Copies, Copy
 from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
 from prl.transport.buckets import Chunk
+from prl.transport.kinds import DEVICE_TRANSPORTS
 from prl.transport.receiving_nccl import Part, receive_parts
 from prl.transport.to_gpu import on_device
 from prl.transport.weights import stage
@@ -79,15 +80,12 @@ class WeightLoader:
 
         Raises ValueError when a parameter gets nothing, or a tensor of another name or shape comes than before.
         """
-        if not self.in_place:
-            self._reload(chunks)
-            return
-        if get_world_group().world_size == 1:  # of several, each wants parts of what the host has
-            chunks = on_device(chunks, next(self.model.parameters()).device)
         if self.copies is not None:
             self.copies.repeat(chunks)
-        else:
+        elif self.in_place:
             self._watch(chunks)
+        else:
+            self._reload(chunks)
 
     @property
     def wants(self) -> Copies | None:
@@ -98,7 +96,10 @@ class WeightLoader:
         """A version, or some of its tensors, for `load_staged`. Raises as `prl.transport.weights.stage` does."""
         if update_info["type"] == "nccl" and (wants := self.wants) is not None:
             return StagedParts(wants, receive_parts(update_info, device, wants))
-        return stage(update_info, verify, device)
+        chunks = stage(update_info, verify, device)
+        if update_info["type"] in DEVICE_TRANSPORTS or not self.in_place or get_world_group().world_size > 1:
+            return chunks  # of several processes each wants parts of what the host has
+        return on_device(chunks, device)
 
     def load_staged(self, staged: list[Staged]) -> None:
         """All parameters anew, from all that was offered. Raises as `load` does."""
