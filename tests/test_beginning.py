@@ -16,7 +16,14 @@ from prl.config.errors import UserError
 from prl.config.schema import LoraConfig
 from prl.models.adapters.lora import apply_lora
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-from prl.runtime.directory.beginning import RECORD, SPOTS, begun_path, fingerprint_of, note_beginning
+from prl.runtime.directory.beginning import (
+    RECORD,
+    SPOTS,
+    begun_path,
+    fingerprint_of,
+    note_beginning,
+    refuse_other_weights,
+)
 from prl.trainer.loops.saving import Saving, what_stays
 
 
@@ -92,3 +99,16 @@ def test_each_part_of_a_large_file_counts(tmp_path):
     assert len(seen) == SPOTS + 1
     note_beginning(tmp_path, tmp_path)
     assert json.loads((tmp_path / RECORD).read_text())["commit"] is None
+
+
+def test_a_damaged_record_is_no_old_runs(tmp_path):
+    """Which have none, and are let pass: half a file would let other weights pass."""
+    refuse_other_weights(tmp_path, tmp_path, "layers")
+    note_beginning(tmp_path, tmp_path)
+    whole = (tmp_path / RECORD).read_text()
+    for damaged in (whole[:40], "", "[1, 2]"):
+        (tmp_path / RECORD).write_text(damaged)
+        with pytest.raises(UserError, match=RECORD):
+            refuse_other_weights(tmp_path, tmp_path, "layers")
+        with pytest.raises(UserError, match=RECORD):
+            begun_path(tmp_path, tmp_path)

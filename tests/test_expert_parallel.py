@@ -179,7 +179,7 @@ def test_balance_in_two_processes_is_that_of_one(alone, together, model_path):
     single, double = run_balance(Job(model_path)), together[1]["balance"]
     for one, two in zip(single["counts"], double["counts"], strict=True):
         assert torch.equal(one, two)
-        assert torch.equal(one.sum(1), torch.tensor([42 * 2] * 2))  # once each in spite of recomputation and padding
+        assert torch.equal(one.sum(1), torch.tensor([52 * 2] * 2))  # once each in spite of recomputation and padding
     assert single["figures"] == double["figures"]
     assert torch.equal(single["biases"], double["biases"])
     assert single["biases"].abs().max() >= RATE
@@ -217,7 +217,7 @@ def test_load_counts_trained_tokens_once(alone, recompute):
         run_model(model)
     balance.expect(trains=False)
     run_model(model).sum().backward()
-    balance.expect(trains=True, valid=torch.arange(24) < 10)
+    balance.expect(trains=True, times=2 * (torch.arange(24) < 5).long())
     run_model(model).sum().backward()
     assert torch.equal(balance.load.counts.sum(1), torch.tensor([(2 * 24 + 10) * 2] * 2))
     figures = balance.step()

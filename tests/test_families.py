@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from families import SIZES, family_card, reference, reference_logits
+from families import EACH, ROUTED, SIZES, family_card, reference, reference_logits
 from safetensors.torch import load_file
 from tiny import END, VOCAB, random_model
 
@@ -136,12 +136,11 @@ def test_a_silent_config_json_means_what_transformers_takes_it_for():
 
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
              "intermediate_size": 32, "vocab_size": VOCAB, "num_experts_per_tok": 2}  # fmt: skip
-    routed = {"n_routed_experts": 16, "moe_intermediate_size": 16}
-    counts = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}, "minimax_m2": {"num_local_experts": 4},
-              "glm4_moe": routed, "deepseek_v3": routed, "glm4_moe_lite": routed, "deepseek_v32": routed,
-              "glm_moe_dsa": routed}  # fmt: skip
+    routed = {"n_routed_experts": 16, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    named = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}, "minimax_m2": {"num_local_experts": 4},
+             "nemotron_h": {}}  # fmt: skip
     for kind, family in FAMILIES.items():
-        said = sizes | counts.get(kind, {})
+        said = sizes | named.get(kind, routed if EACH[kind] in ROUTED else {})
         config = AutoConfig.for_model(kind, **said)
         facts = facts_of(said | {"model_type": kind})
         assert facts_of(config.to_dict()) | facts == facts_of(config.to_dict()), kind  # what it says in full
@@ -149,6 +148,18 @@ def test_a_silent_config_json_means_what_transformers_takes_it_for():
             lm = AutoModelForCausalLM.from_config(config)
             ours = build_decoder(ModelCard(**facts, ac_targets=family.ac_targets))
         assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in lm.parameters()), kind
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_silence_of_what_layers_are_built_for_means_the_same_to_transformers(kind):
+    """Or is known to mean something else (`Family.assumed`), which is then refused."""
+    from transformers import AutoConfig
+
+    family, taken = FAMILIES[kind], AutoConfig.for_model(kind).to_dict()
+    others = {key: taken[key] for key, known in family.builds.items() if key in taken and taken[key] not in known}
+    assert others == family.assumed
+    silent = {"model_type": kind}
+    assert others.items() <= not_built(silent).items()
 
 
 def test_sizes_of_what_no_layer_does_are_not_the_models():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import ROUTED, SIZES, family_card
+from families import family_card
 from quantised import FP8, quantise, to_fp8
 from safetensors.torch import load_file, save_file
 from tiny import random_model
@@ -17,15 +17,14 @@ from prl.config.schema import ModelConfig
 from prl.models.checkpoints.further_layers import further_layers
 from prl.models.checkpoints.reading import INDEX, load_model, open_tensors
 from prl.models.checkpoints.writing import export_checkpoint, hf_tensors, save_checkpoint
+from prl.models.families.build import DECODERS
 from prl.models.families.hf_causal_lm import build_hf_model
 from prl.models.text.tokenizer import load_tokenizer, save_byte_tokenizer
 from prl.trainer.loops.export import export_policy
 
 CPU = torch.device("cpu")
-PREFIX = {"deepseek_v3": "model.layers.3.", "deepseek_v32": "model.layers.3.", "glm4_moe": "model.layers.3.",
-          "glm_moe_dsa": "model.layers.3.", "glm4_moe_lite": "model.layers.3.", "minimax_m2": "model.layers.3.",
-          "nemotron_h": "mtp.layers.0."}  # fmt: skip
-assert PREFIX.keys() == {SIZES[name][0] for name in ROUTED} - {"qwen3_moe"}  # published without; nor are dense ones
+PREFIX = {family: "model.layers.3." for family, decoder in DECODERS.items() if decoder.names.has_more_layers}
+PREFIX |= {"nemotron_h": "mtp.layers.0."}
 KEYS = {"nemotron_h": {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
         "minimax_m2": {"num_mtp_modules": 1, "use_mtp": True}}  # fmt: skip
 

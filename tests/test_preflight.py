@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from pydantic import TypeAdapter
 
 from prl.config import compose
 from prl.config.errors import ConfigError, UnfitMachineError, UserError
+from prl.config.schema_fields import DirectoryOrName
 from prl.planning import make_plan
 from prl.planning.render import render_plan
 from prl.runtime import preflight
@@ -99,7 +101,17 @@ def test_a_model_at_a_path_is_sought_as_a_directory(bare, monkeypatch):
         assert told.what == f"There is no directory {(bare / name).absolute()}."
         assert "hub" not in told.render().lower()
     assert "outputs has run" in lacking("model.path=outputs/nothing", "warm_start=none")[0].why
+    assert "ln -s" in lacking("model.path=outputs/nothing", "warm_start=none")[0].fix
     assert lacking("model.path=Qwen/Qwen3-0.6B", "warm_start=none") == [], "a name of the hub, which the role asks"
+
+
+def test_a_directory_is_known_by_its_whole_path(bare, monkeypatch):
+    """So that a run that began with a relative one goes on, and is evaluated, from anywhere."""
+    (bare / "outputs/run").mkdir(parents=True)
+    monkeypatch.chdir(bare / "outputs")
+    of = TypeAdapter(DirectoryOrName).validate_python
+    assert of("run") == of("./run/") == of("../outputs/run") == str(bare / "outputs/run")
+    assert of("Qwen/run") == "Qwen/run"
 
 
 def test_a_run_that_is_nowhere_is_told_as_that(tmp_path):

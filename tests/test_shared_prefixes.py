@@ -246,7 +246,9 @@ def world():
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
-    """With the engine's choice of experts, too; its FLOPs are those of what it runs."""
+    """With the engine's choice of experts, too; its FLOPs are those of what it runs, and experts' load, by which biases
+    may move, that of whole documents.
+    """
     job = Job(str(moe_checkpoint(tmp_path)), overrides=["optim=adamw"])
     found = []
     for share in (False, True):
@@ -258,8 +260,10 @@ def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
         (stats.logp.sum() + 0.1 * stats.entropy.sum()).backward()
         assert ran == [row.run_tokens]
         gradients = {name: p.grad.full_tensor() for name, p in policy.model.named_parameters()}
-        found.append((sorted(stats.logp.tolist()), gradients, policy.flops(row)))
-    (logp, whole, flops), (shared_logp, shared, shared_flops) = found
+        found.append((sorted(stats.logp.tolist()), gradients, policy.flops(row), policy.balance.load.counts))
+    (logp, whole, flops, load), (shared_logp, shared, shared_flops, shared_load) = found
+    assert torch.equal(shared_load, load)
+    assert load.sum() > 0
     assert shared_logp == pytest.approx(logp, abs=1e-5)
     assert shared_flops < 0.6 * flops
     for name, grad in shared.items():

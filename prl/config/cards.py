@@ -360,7 +360,8 @@ def not_built(config: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return {}
-    odd = {key: config[key] for key, known in family.builds.items() if key in config and config[key] not in known}
+    said = {**family.assumed, **config}
+    odd = {key: said[key] for key, known in family.builds.items() if key in said and said[key] not in known}
     if not (family.is_hybrid or family.is_sparse) and (
         kinds := {*(config.get("layer_types") or ())} - {"full_attention"}
     ):

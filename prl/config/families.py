@@ -49,6 +49,8 @@ class Family:
     silent: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     # what config.json says where it says it: what the layers are built for, and nothing else
     builds: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NOTHING)
+    # what transformers takes for one of these where config.json is silent, if that is another
+    assumed: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     writes: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # what engines want to read besides
     dense_first: bool = False  # config.json counts the dense layers, which are the first (first_k_dense_replace)
     lists_layers: bool = False  # it says of each layer whether it is dense (mlp_layer_types)

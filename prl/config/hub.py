@@ -82,11 +82,13 @@ def fetch_checkpoint(repo_id: str) -> Path:
         folder = Path(repo_id).parent
         if is_path(repo_id) or (folder != Path() and folder.is_dir()):
             also = "" if is_path(repo_id) else f"; nor could it be had as a name of the Hugging Face hub: {why}"
+            path = Path(repo_id).expanduser().absolute()
             raise UserError(
-                f"there is no directory {Path(repo_id).expanduser().absolute()}",
+                f"there is no directory {path}",
                 where=f"model.path={repo_id}",
                 why=f"it is to hold the weights of the model{also}",
-                fix="model.path=/path/to/checkpoint",
+                fix=f"model.path=/path/to/checkpoint, or for what began with one that has moved: "
+                f"ln -s /where/it/is {path}",
             ) from error
         raise UserError(
             f"model {repo_id!r} is neither a directory nor could it be fetched from the Hugging Face hub",

@@ -21,6 +21,14 @@ def _counted(value: object) -> object:
     return value
 
 
+def _found_from_anywhere(name: str) -> str:
+    """A directory by its whole path, so that who goes on with a run elsewhere finds it, too; other names as they are,
+    but for ~/, the home of whoever composes it.
+    """
+    path = os.path.expanduser(name)
+    return os.path.abspath(path) if os.path.isdir(path) else path
+
+
 Positive = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=MOST)]
 Layers = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=1 << 12)]  # plans go through them one by one
 NonNegative = Annotated[int, BeforeValidator(_counted), Field(ge=0, le=MOST)]
@@ -46,8 +54,7 @@ Devices = Annotated[int, Field(gt=0, le=65536)]
 NoneOrDevices = Annotated[int, Field(ge=0, le=65536)]
 Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[str, Field(min_length=1), AfterValidator(check_length)]  # a file or directory
-# ~/ is the home of whoever composes it
-DirectoryOrName = Annotated[str, AfterValidator(check_length), AfterValidator(os.path.expanduser)]
+DirectoryOrName = Annotated[str, AfterValidator(check_length), AfterValidator(_found_from_anywhere)]
 # http:// or https://, a host, a port; no path, and nobody's name and password
 PORT = r"(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 EngineUrl = Annotated[str, Field(pattern=rf"^https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):{PORT}$")]

@@ -153,7 +153,7 @@ def _check_model(config: RunConfig) -> None:
         where=f"model.path={name}",
         why="it is to hold the weights of the model"
         + (f"; {path.parent} has {_listed(path.parent)}" if path.parent.is_dir() else ""),
-        fix="model.path=/path/to/checkpoint",
+        fix=f"model.path=/path/to/checkpoint, or for what began with one that has moved: ln -s /where/it/is {path}",
     )
 
 

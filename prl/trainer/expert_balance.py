@@ -32,11 +32,11 @@ class ExpertBalance:
             if update_rate > 0 and mlp.router_bias is None:
                 mlp.router_bias = torch.zeros(num_experts, device=world.device)
 
-    def expect(self, trains: bool, valid: Tensor | None = None) -> None:
-        """What the next forward pass counts: nothing of a micro-batch that trains nothing, and of one padded for
-        context parallelism the slots that are `valid` [N] bool.
+    def expect(self, trains: bool, times: Tensor | None = None) -> None:
+        """What the next forward pass counts: nothing of a micro-batch that trains nothing, else each token so many
+        `times` [N] int64: as often as there are documents for which it is run, or not at all where it is padding.
         """
-        self.load.counting, self.load.valid = trains, valid
+        self.load.counting, self.load.times = trains, times
 
     @torch.no_grad()
     def step(self, moves: bool = True) -> dict[str, float]:

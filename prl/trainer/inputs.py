@@ -26,7 +26,7 @@ class RowInputs:
     input_ids: Tensor  # [n] int64
     positions: Tensor  # [n] int64, in the document
     routed: Tensor | None  # [n, L, K] uint8 or int32: the engine's choice of experts
-    valid: Tensor | None  # [n] bool: False for slots that pad a context group's share; None: none does
+    times: Tensor | None  # [n] int64: for how many documents each is run, 0 for padding; None: each for one
     rows: Tensor  # [M] int64: of the T tokens those that are trained
     mine: Tensor | None  # [m] int64: which of the M have their logits here; None: all
     slots: Tensor  # [m] int64: of the n the one before each of these
@@ -41,15 +41,17 @@ class RowInputs:
         run, slots = np.arange(len(micro.input_ids)), rows - 1
         if prefixes is not None:
             run, slots = prefixes.run.numpy(), prefixes.place.numpy()[slots]
-        mine = valid = None
+        times = None if prefixes is None else np.bincount(prefixes.place.numpy(), minlength=len(run))
+        mine = None
         if context is not None:
             # Ulysses, which alone knows shared prefixes, cuts what is run into equal parts, whatever its documents
             shard = shard_row(doc_lens if prefixes is None else [len(run)], context, torch.device("cpu"))
-            valid = shard.valid
+            index, valid = shard.index.numpy(), shard.valid.numpy()
             slot_of = np.full(len(run), -1)
-            slot_of[shard.index[valid].numpy()] = np.flatnonzero(valid.numpy())
+            slot_of[index[valid]] = np.flatnonzero(valid)
             mine = np.flatnonzero(slot_of[slots] >= 0)
-            run, slots = run[shard.index.numpy()], slot_of[slots][mine]
+            times = valid * (1 if times is None else times[index])
+            run, slots = run[index], slot_of[slots][mine]
         here = rows if mine is None else rows[mine]
         routed = routing_of(micro, layers)
         return cls(
@@ -58,7 +60,7 @@ class RowInputs:
             to_device(micro.input_ids[run], device),
             to_device(micro.positions[run], device),
             None if routed is None else to_device(routed[run], device),
-            None if valid is None else to_device(valid, device),
+            None if times is None else to_device(times, device),
             to_device(rows, device),
             None if mine is None else to_device(mine, device),
             to_device(slots, device),

@@ -93,7 +93,7 @@ class Policy:
         self.busy.begin_lap()
         card, impl = self.config.model.card, self.config.model.attn
         row = RowInputs.build(micro, card.num_hidden_layers, self.context, device)
-        self.balance.expect(bool(micro.loss_mask.any()), row.valid)
+        self.balance.expect(bool(micro.loss_mask.any()), row.times)
         if self.context is None:
             attend: Attend | LatentAttend = attend_documents(card, row.doc_lens, device, impl, row.prefixes)
         else:

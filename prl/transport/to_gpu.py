@@ -110,9 +110,7 @@ def _send(stretch: _Stretch) -> tuple[str, Tensor] | None:
 @functools.cache
 def _ring(device: torch.device) -> list[_Slot]:
     """Of this process, which loads one version at a time."""
-    form = {
-        "dtype": torch.uint8,
-        "device": "cpu",
-        "pin_memory": device.type == "cuda",
-    }  # vLLM's default device is a GPU
-    return [_Slot(torch.empty(PINNED_BYTES, **form)) for _ in range(BUFFERS)]
+    pinned = device.type == "cuda"
+    # vLLM loads under a default device that is a GPU
+    buffers = [torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(BUFFERS)]
+    return [_Slot(buffer) for buffer in buffers]

@@ -17,16 +17,16 @@ class ExpertLoad:
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self.counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
-        self.valid: Tensor | None = None  # [N] bool: tokens of the coming forward pass that count; None: all
+        self.times: Tensor | None = None  # [N] int64: how often tokens of the coming forward pass count; None: once
         self.counting = True  # whether the coming forward pass counts at all
 
     def watch(self, layer_idx: int, y: Tensor, experts: Tensor) -> Tensor:
         """y [N, H], the layer's output for tokens routed to experts [N, K], unchanged."""
         if not (self.counting and y.requires_grad):
             return y
-        ones = torch.ones_like(experts) if self.valid is None else self.valid.to(experts.dtype)[:, None]
+        times = torch.ones_like(experts) if self.times is None else self.times.to(experts.dtype)[:, None]
         counts = torch.zeros_like(self.counts[layer_idx])
-        counts.scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
+        counts.scatter_add_(0, experts.flatten(), times.expand_as(experts).flatten())
         return CountInBackward.apply(y, counts, self.counts[layer_idx])
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from prl.config.errors import UserError
-from prl.runtime.directory.files import read_object, replace_file
+from prl.runtime.directory.files import read_object_or_default, replace_file
 
 RECORD = "beginning.json"
 SPOTS, SPOT_BYTES = 8, 64 << 10  # of each file that are looked at: all of it would take as long as to load it
@@ -23,9 +23,9 @@ def note_beginning(run_dir: Path, path: Path) -> None:
 
 def begun_path(run_dir: Path, found: Path) -> Path:
     """Where the weights lie that a run began with: `found`, unless that is another commit of the hub, and the first one
-    lies beside it.
+    lies beside it. Raises UserError for a record that is damaged.
     """
-    commit = (read_object(run_dir / RECORD) or {}).get("commit")
+    commit = read_object_or_default(run_dir / RECORD, {}).get("commit")
     if isinstance(commit, str) and _commit_of(found) not in (None, commit) and (found.parent / commit).is_dir():
         return found.parent / commit
     return found
@@ -36,7 +36,7 @@ def refuse_other_weights(run_dir: Path, path: Path, frozen: str) -> None:
 
     frozen: what is read from there again, in words.
     """
-    record = read_object(run_dir / RECORD) or {}
+    record = read_object_or_default(run_dir / RECORD, {})
     known, commit = record.get("sha256"), record.get("commit")
     if not isinstance(known, str) or known == fingerprint_of(path):
         return
