@@ -46,9 +46,23 @@ def limit_memory_beside_engine(device: torch.device, engine_part: float) -> None
         limit_memory(device, max(0.0, 1 - engine_part - CONTEXTS_BYTES / total))
 
 
-def to_device(values: Tensor | np.ndarray | Sequence[int], device: torch.device) -> Tensor:
-    """A copy for which the host does not wait. A GPU reads it from pinned memory, which PyTorch gives to nobody else
-    until that is done; from other memory, it would first end all that it was asked for before.
+def to_device(
+    values: Tensor | np.ndarray | Sequence[int], device: torch.device, rows: np.ndarray | None = None
+) -> Tensor:
+    """A copy, of an array's `rows` alone if they are given, for which the host does not wait. A GPU reads it from
+    pinned memory, which PyTorch gives to nobody else until that is done; from other memory, it would first end all that
+    it was asked for before.
     """
-    host = values if isinstance(values, Tensor) else torch.tensor(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    on_gpu = device.type == "cuda"
+    if isinstance(values, Tensor):
+        host = values.pin_memory() if on_gpu else values
+    else:
+        array = np.asarray(values)
+        shape = array.shape if rows is None else (len(rows), *array.shape[1:])
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
+        if rows is None:
+            np.copyto(host.numpy(), array)
+        else:
+            np.take(array, rows, axis=0, out=host.numpy(), mode="clip")  # which copies once, "raise" twice
+    return host.to(device, non_blocking=on_gpu)

@@ -38,33 +38,33 @@ class RowInputs:
         doc_lens = micro.doc_lens.tolist()
         prefixes = None if micro.shared_lens is None else SharedPrefixes(doc_lens, micro.shared_lens.tolist())
         rows = np.flatnonzero(micro.loss_mask)
-        run, slots = np.arange(len(micro.input_ids)), rows - 1
+        slots = rows - 1
+        run = times = mine = None
         if prefixes is not None:
-            run, slots = prefixes.run.numpy(), prefixes.place.numpy()[slots]
-        times = None if prefixes is None else np.bincount(prefixes.place.numpy(), minlength=len(run))
-        mine = None
+            run, place = prefixes.run.numpy(), prefixes.place.numpy()
+            times, slots = np.bincount(place, minlength=len(run)), place[slots]
         if context is not None:
             # Ulysses, which alone knows shared prefixes, cuts what is run into equal parts, whatever its documents
-            shard = shard_row(doc_lens if prefixes is None else [len(run)], context, torch.device("cpu"))
+            shard = shard_row(doc_lens if run is None else [len(run)], context, torch.device("cpu"))
             index, valid = shard.index.numpy(), shard.valid.numpy()
-            slot_of = np.full(len(run), -1)
+            slot_of = np.full(len(micro.input_ids) if run is None else len(run), -1)
             slot_of[index[valid]] = np.flatnonzero(valid)
             mine = np.flatnonzero(slot_of[slots] >= 0)
             times = valid * (1 if times is None else times[index])
-            run, slots = run[index], slot_of[slots][mine]
+            run, slots = index if run is None else run[index], slot_of[slots][mine]
         here = rows if mine is None else rows[mine]
         routed = routing_of(micro, layers)
         return cls(
             doc_lens,
             prefixes,
-            to_device(micro.input_ids[run], device),
-            to_device(micro.positions[run], device),
-            None if routed is None else to_device(routed[run], device),
+            to_device(micro.input_ids, device, run),
+            to_device(micro.positions, device, run),
+            None if routed is None else to_device(routed, device, run),
             None if times is None else to_device(times, device),
             to_device(rows, device),
             None if mine is None else to_device(mine, device),
             to_device(slots, device),
-            to_device(micro.input_ids[here], device),
+            to_device(micro.input_ids, device, here),
             None if micro.kept is None else KeptSets.build(micro.kept.of_rows(here), device),
         )
 

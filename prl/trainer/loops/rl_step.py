@@ -26,8 +26,8 @@ def backward_rl(algo: AlgoConfig, micro: MicroBatch, stats: TokenStats, denomina
     """
     device = stats.logp.device
     trained = np.flatnonzero(micro.loss_mask)
-    doc_ids = to_device(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens)[trained], device)
-    logp_infer, advantages = (to_device(x[trained], device) for x in (micro.logp_infer, micro.advantages))
+    doc_ids = to_device(np.repeat(np.arange(len(micro.doc_lens)), micro.doc_lens), device, trained)
+    logp_infer, advantages = (to_device(x, device, trained) for x in (micro.logp_infer, micro.advantages))
     inputs = LossInputs(stats.logp, logp_infer, advantages, doc_ids, len(micro.doc_lens))
     per_token = LOSSES[algo.loss](inputs, algo) - algo.entropy_coef * stats.entropy
     loss = per_token.sum() / denominator
