@@ -21,6 +21,8 @@ from prl.metrics.mfu import document_flops, packed_flops
 from prl.models.by_hand import PaddedQueries, ShortAttentionByHand
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.layers import prefix_attention
+from prl.models.layers.attention_kernels import varlen_backward, varlen_forward
+from prl.models.layers.cudnn_attention import Kept
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import BY_HAND_TOKENS, packed_attention
 from prl.models.layers.prefix_attention import PrefixAttention, PrefixPlan
@@ -167,11 +169,33 @@ ROWS = {
 }
 
 
+def batched_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
+    """Of cuDNN's, which there is on GPUs alone."""
+    out, lse = varlen_forward(*(x.flatten(0, 1) for x in (q, k, v)), *slices(q))
+    return out.view(*q.shape[:3], -1), Kept(lse, ())
+
+
+def batched_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept) -> list[Tensor]:
+    flat = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+    grads = varlen_backward(*flat, kept.lse, *slices(q))
+    return [grad.view(*q.shape[:2], *grad.shape[1:]) for grad in grads]
+
+
+def slices(q: Tensor) -> tuple[Tensor, Tensor, int, int, bool]:
+    ends = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
+    return ends, ends, q.shape[1], q.shape[1], True
+
+
 @pytest.mark.parametrize("longest", [1, 4096])
 @pytest.mark.parametrize("case", ROWS)
 def test_attention_over_shared_tokens_is_that_of_whole_documents(monkeypatch, case, longest):
     """By all ways that need no GPU, with values narrower than keys; their gradients, too."""
-    monkeypatch.setattr(prefix_attention, "LONGEST", longest)  # with 1, each is attended to whole
+    monkeypatch.setattr(prefix_attention, "LONGEST", longest)
+    if longest == 1:  # each is attended to whole, without a mask
+        monkeypatch.setattr(prefix_attention, "PaddedQueries", None)
+    for name, stands_in in (("cudnn_forward", batched_forward), ("cudnn_backward", batched_backward)):
+        monkeypatch.setattr(prefix_attention, name, stands_in)
+    monkeypatch.setattr(prefix_attention, "LONG_DOCUMENT", 8)
     doc_lens, shared = ROWS[case]
     prefixes, cpu = SharedPrefixes(doc_lens, shared), torch.device("cpu")
     count = len(prefixes.run)
@@ -189,10 +213,13 @@ def test_attention_over_shared_tokens_is_that_of_whole_documents(monkeypatch, ca
         return out[torch.from_numpy(own)]
 
     wanted = outcome(documents)
-    plan = PrefixPlan(prefixes, cpu)
+    plan, mixed = PrefixPlan(prefixes, cpu), PrefixPlan(prefixes, cpu, cudnn=True)
+    assert not plan.whole
+    assert mixed.whole
     for attend in (
         lambda *x: packed_attention(doc_lens, cpu, prefixes=prefixes)(0, *x),
         lambda *x: PrefixAttention.apply(*x, plan),
+        lambda *x: PrefixAttention.apply(*x, mixed),
     ):
         for one, other in zip(outcome(attend), wanted, strict=True):
             assert torch.allclose(one, other, atol=1e-12)
