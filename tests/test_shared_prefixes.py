@@ -37,7 +37,7 @@ from prl.transport.documents import LEAST, Document, alike, items_of
 from prl.transport.packing import pack_for_ranks
 
 VOCAB, EXPERTS, LAYERS = 64, 4, 2
-FAMILIES = [name for name in SIZES if not family_card(name).index_topk and not family_card(name).state_layers]
+FAMILIES = [name for name in SIZES if not family_card(name).state_layers]
 
 
 def document(ids: list[int], prompt: int, routed: np.ndarray | None = None) -> Document:
@@ -297,6 +297,23 @@ def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
         assert (grad - whole[name]).abs().max() <= 1e-5 * whole[name].abs().max() + 1e-9, name
 
 
+def test_indexers_learn_from_shared_tokens_as_from_each_documents(world, tmp_path):
+    """The last one of a prompt counts for every answer that begins behind it."""
+    card, found = family_card("glm_moe_dsa"), []
+    save_checkpoint(hf_tensors(random_model(card)), tmp_path, card)
+    for share in (False, True):
+        job = Job(str(tmp_path), family="glm_moe_dsa", overrides=["model.indexer_loss_coef=0.5"])
+        policy, row = build_policy(job, world), row_of(groups(), share)
+        policy.forward(row, 1.0, int(row.loss_mask.sum())).logp.sum().backward()
+        gradients = {name: p.grad.full_tensor() for name, p in policy.model.named_parameters() if p.grad is not None}
+        found.append((policy.indexers.total.item(), gradients))
+    (divergence, whole), (shared_divergence, shared) = found
+    assert shared_divergence == pytest.approx(divergence, rel=1e-5)
+    assert any("indexer" in name for name in whole)
+    for name, grad in shared.items():
+        assert (grad - whole[name]).abs().max() <= 2e-5 * whole[name].abs().max() + 1e-9, name
+
+
 @pytest.mark.parametrize(
     ("overrides", "shares"),
     [
@@ -307,7 +324,8 @@ def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
         (["parallelism=cp2"], True),
         (["parallelism=cp2_ring"], False),
         (["parallelism=cp2", "model=tiny_deepseek_v3", "parallelism.cp_style=gather"], False),
-        (["model=tiny_glm_moe_dsa"], False),
+        (["model=tiny_glm_moe_dsa"], True),
+        (["model=tiny_glm_moe_dsa", "parallelism=cp2"], False),
         (["model=tiny_nemotron_h"], False),
         (["model=tiny_deepseek_v3"], True),
     ],

@@ -118,11 +118,10 @@ def takes_turns(config: RunConfig) -> bool:
 
 def shares_prefixes(config: RunConfig) -> bool:
     """Whether the trainer runs once what documents have in common at their beginning: asked for, and known to the
-    attention of the model and of its context parallelism. Keys chosen by an indexer and states of layers belong to one
-    document.
+    attention of the model and of its context parallelism. States of layers belong to one document.
     """
     model, card = config.model, config.model.card
-    known = model.impl != "hf" and card.is_native and not card.index_topk and not card.state_layers
+    known = model.impl != "hf" and card.is_native and not card.state_layers
     whole_row = config.parallelism.cp == 1 or context_style(config) == "ulysses"
     rl = config.job == "rl" or (config.bench is not None and config.bench.target == "trainer_rl")
     return config.memory_recipe.share_prefixes and rl and known and whole_row

@@ -20,11 +20,11 @@ def attend_documents(
     impl: AttentionImpl = "auto",
     prefixes: SharedPrefixes | None = None,
 ) -> Attend:
-    """Causal, inside each document; doc_lens sum to N tokens; `impl` and `prefixes` as for `packed_attention`, which
-    sparse attention and states do not know.
+    """Causal, inside each document; doc_lens sum to N tokens; `impl` and `prefixes` as for `packed_attention`. States
+    do not know prefixes.
     """
-    assert prefixes is None or not (card.index_topk or card.state_layers)
+    assert prefixes is None or not card.state_layers
     if card.index_topk:
-        return PackedSparseAttention(doc_lens, card, device)
+        return PackedSparseAttention(doc_lens, card, device, prefixes)
     attend = packed_attention(doc_lens, device, impl, prefixes)
     return HybridAttend(attend, mix_documents(doc_lens, device)) if card.state_layers else attend

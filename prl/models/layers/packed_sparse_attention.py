@@ -6,21 +6,30 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import ModelCard
+from prl.models.device import to_device
 from prl.models.layers.attention import SparseAttend
+from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.models.sparse.attention import sparse_attention
 from prl.models.sparse.choice import choose_keys
 from prl.models.sparse.indexer_loss import Index, IndexerLoss, with_indexer_loss
 
 
 class PackedSparseAttention(SparseAttend):
-    """Causal, inside each document; doc_lens sum to N tokens."""
+    """Causal, inside each document; doc_lens sum to N tokens. With `prefixes` N are those that are run: queries choose
+    among the keys of their whole document, T over all, which are told apart by where they are run once they are chosen.
+    """
 
-    def __init__(self, doc_lens: list[int], card: ModelCard, device: torch.device) -> None:
+    def __init__(
+        self, doc_lens: list[int], card: ModelCard, device: torch.device, prefixes: SharedPrefixes | None = None
+    ) -> None:
         self.count, self.longest, self.choosing = card.index_topk, max(doc_lens), card.choosing_layers
         lengths = torch.tensor(doc_lens)
         starts = lengths.cumsum(0) - lengths
-        self.low = starts.repeat_interleave(lengths).to(device)
-        self.high = torch.arange(1, sum(doc_lens) + 1, device=device)
+        low, high = starts.repeat_interleave(lengths), torch.arange(1, sum(doc_lens) + 1)
+        self.place: Tensor | None = None  # [T] int64
+        if prefixes is not None:
+            low, high, self.place = low[prefixes.run], high[prefixes.run], to_device(prefixes.place, device)
+        self.low, self.high = to_device(low, device), to_device(high, device)
         self.chosen: dict[int, Tensor] = {}  # layer -> [N, K]
         self.loss: IndexerLoss | None = None  # of indexers that learn
         self.index: Index | None = None  # of the layer that is on, where they do
@@ -29,9 +38,16 @@ class PackedSparseAttention(SparseAttend):
         if layer_idx not in self.chosen or self.loss is not None:
             k = self.gathered(k)
         if layer_idx not in self.chosen:
-            self.chosen[layer_idx] = choose_keys(q, weights, k, self.low, self.high, self.count, self.longest)
+            self.chosen[layer_idx] = self._choose(q, weights, k)
         if self.loss is not None:
             self.index = Index(q, weights, k)
+
+    def _choose(self, q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+        keys = k if self.place is None else k[self.place]
+        chosen = choose_keys(q, weights, keys, self.low, self.high, self.count, self.longest)
+        if self.place is None:
+            return chosen
+        return torch.where(chosen < 0, -1, self.place[chosen.clamp(min=0).long()].to(chosen.dtype))
 
     def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chosen, latents, scale = self.chosen[self.choosing[layer_idx]], self.gathered(k)[:, 0], q.shape[-1] ** -0.5

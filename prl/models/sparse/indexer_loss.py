@@ -31,7 +31,7 @@ class Index(NamedTuple):
 class IndexerLoss:
     """Of one micro-batch: which queries count, and by how much; and what was found."""
 
-    rows: Tensor  # [M] int64 queries
+    rows: Tensor  # [M] int64 queries; one that is run for several documents may be there for each
     weight: float  # of each query's divergence in the loss
     total: Tensor  # [] float64: divergences added up, in nats, over queries and layers
 
@@ -83,9 +83,9 @@ def index_gradients(
         predicted = scores.log_softmax(-1)
         loss.total += (target * (target.clamp(min=1e-30).log() - predicted.masked_fill(absent, 0.0))).sum().double()
         dscores = (predicted.exp() - target).mul_(loss.weight)  # [B, K]
-        dweights[rows] = (dots @ dscores[..., None]).squeeze(-1).to(dweights.dtype)
+        dweights.index_add_(0, rows, (dots @ dscores[..., None]).squeeze(-1).to(dweights.dtype))
         ddots = (dscores[:, None] * weights[..., None]).masked_fill_(dots == 0, 0.0).to(keys.dtype)
-        dq[rows] = _product(ddots, keys).to(dq.dtype)
+        dq.index_add_(0, rows, _product(ddots, keys).to(dq.dtype))
         dk.index_add_(0, places.flatten(), _product(ddots.transpose(1, 2), queries).flatten(0, 1))
     return dq, dweights, dk.to(index.k.dtype)
 
