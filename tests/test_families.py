@@ -150,6 +150,17 @@ def test_a_silent_config_json_means_what_transformers_takes_it_for():
         assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in lm.parameters()), kind
 
 
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if not family.is_latent])
+def test_silence_about_heads_of_keys_means_what_transformers_takes_it_for(kind):
+    """A number, or as many as of queries."""
+    from transformers import AutoConfig
+
+    said = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 64, "vocab_size": VOCAB}
+    for heads in ({}, {"num_key_value_heads": 2}):
+        taken = AutoConfig.for_model(kind, **said, **heads).num_key_value_heads
+        assert facts_of(said | heads | {"model_type": kind})["num_key_value_heads"] == taken
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_silence_of_what_layers_are_built_for_means_the_same_to_transformers(kind):
     """Or is known to mean something else (`Family.assumed`), which is then refused."""

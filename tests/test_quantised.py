@@ -183,7 +183,7 @@ OTHERS = FAMILIES.keys() - {SIZES[name][0] for name, _, _ in MODELS}
 MODELS += [(EACH[family], "fp8, small blocks", linears) for family in sorted(OTHERS)]
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=MODELS, ids=lambda model: f"{model[0]} {model[1]}")
 def checkpoint(request, tmp_path):
     """(card, a checkpoint of it of which some matrices are quantised, its tensors before that, and which they are)"""
     family, how, which = request.param

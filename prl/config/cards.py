@@ -161,7 +161,10 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_impossible(config, family)
     facts: dict[str, Any] = {"family": kind if kind in FAMILIES else "other", **family.always, **family.silent}
     for key in (*COMMON, *family.has):
-        found = [config[name] for name in _names(key, family) if config.get(name) is not None]
+        own, *others = _names(key, family)
+        if key == "num_key_value_heads" and key in family.silent and own not in config:
+            others = []  # of these families silence means that number, and null as many as there are of queries
+        found = [config[name] for name in (own, *others) if config.get(name) is not None]
         if found and key not in _replaced(family) and key not in ROTARY:
             facts[key] = found[0]
     if family.is_latent:

@@ -126,14 +126,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         has=("rope_scaling",),
-        silent={"head_dim": 128},
+        silent={"head_dim": 128, "num_key_value_heads": 32},
         builds={**SILU, **NO_WINDOW, "attention_bias": (False,)},
         writes={"attention_bias": False, "use_sliding_window": False},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         has=(*EXPERTS, "rope_scaling"),
-        silent={"norm_topk_prob": False},
+        silent={"norm_topk_prob": False, "num_key_value_heads": 4},
         builds={**SILU, **NO_WINDOW, "attention_bias": (False,), "decoder_sparse_step": (1,)},
         writes={"attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
         ac_targets=GATED_EXPERTS,
@@ -144,6 +144,7 @@ FAMILIES: Mapping[str, Family] = {
         keys={"num_experts": "n_routed_experts"},
         silent={
             "use_qk_norm": False,
+            "num_key_value_heads": 8,
             "n_shared_experts": 1,
             "mlp_only_layers": (0,),
             "partial_rotary_factor": 0.5,
@@ -160,7 +161,7 @@ FAMILIES: Mapping[str, Family] = {
         "MiniMaxM2ForCausalLM",
         has=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "rope_scaling", "partial_rotary_factor"),
         keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
-        silent={"head_dim": 128, "rope_theta": 5e6},
+        silent={"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6},
         builds={**SILU, "scoring_func": ("sigmoid",), "qk_norm_type": ("per_layer",), "use_qk_norm": (True,)},
         writes={"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
         qk_norm="all",

@@ -79,7 +79,7 @@ class ModelCard(Group):
     num_attention_heads: Positive
     num_key_value_heads: Positive
     head_dim: Positive
-    attention_bias: bool = False  # of q, k and v; of llama's o, too
+    attention_bias: bool = False  # of q, k and v; of `Family.output_bias` of o, too
     use_qk_norm: bool = True
     intermediate_size: NonNegative = 0
     num_experts: NonNegative = 0
