@@ -206,6 +206,7 @@ def save(policy: Policy, run_dir: Path, step: int, asynchronous: bool = False) -
     assert checkpointer.finish(wait=True) == step
     if policy.world.is_main:
         commit(run_dir, step, keep=5, parts=parts_of("sft"))
+    dist.barrier()  # before anybody loads it
 
 
 def run_ranks(directory: Path, size: int, jobs: list[Job]) -> list[dict[str, Any]]:
