@@ -297,6 +297,22 @@ def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
         assert (grad - whole[name]).abs().max() <= 1e-5 * whole[name].abs().max() + 1e-9, name
 
 
+@pytest.mark.parametrize("memory", ["selective", "tight"])
+@pytest.mark.parametrize(("name", "coef"), [("deepseek_v3", 0), ("glm_moe_dsa", 0), ("glm_moe_dsa", 0.5)])
+def test_layers_that_are_repeated_for_backward_share_as_before(world, tmp_path, name, coef, memory):
+    """Whatever is worked out once, as a choice of keys, is there the second time."""
+    card, found = family_card(name), []
+    save_checkpoint(hf_tensors(random_model(card)), tmp_path, card)
+    for share in (False, True):
+        overrides = [f"memory={memory}", "memory_recipe.compile=false", f"model.indexer_loss_coef={coef}"]
+        policy = build_policy(Job(str(tmp_path), family=name, overrides=overrides), world)
+        policy.forward(row_of(groups(), share), 1.0, 1).logp.sum().backward()
+        found.append({name: p.grad.full_tensor() for name, p in policy.model.named_parameters() if p.grad is not None})
+    whole, shared = found
+    for key, grad in shared.items():
+        assert (grad - whole[key]).abs().max() <= 2e-5 * whole[key].abs().max() + 1e-9, key
+
+
 def test_indexers_learn_from_shared_tokens_as_from_each_documents(world, tmp_path):
     """The last one of a prompt counts for every answer that begins behind it."""
     card, found = family_card("glm_moe_dsa"), []

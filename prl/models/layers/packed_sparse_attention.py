@@ -42,6 +42,7 @@ class PackedSparseAttention(SparseAttend):
         if self.loss is not None:
             self.index = Index(q, weights, k)
 
+    @torch.no_grad()  # what it would save is not saved when a layer is repeated, which finds its choice made
     def _choose(self, q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
         keys = k if self.place is None else k[self.place]
         chosen = choose_keys(q, weights, keys, self.low, self.high, self.count, self.longest)
