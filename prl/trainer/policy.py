@@ -100,8 +100,9 @@ class Policy:
             attend = context_attention(card, row.doc_lens, self.context, device, impl, row.prefixes)
         self.indexers.begin(attend, row.slots, loss_tokens)
         parts = self.run_model(row, attend, temperature)
-        if self.context is None or row.mine is None:
+        if self.context is None:
             return TokenStats(row.rows, *parts)
+        assert row.mine is not None, "ranks of a group make some of the logits each"
         mine = torch.stack([part.new_zeros(len(row.rows)).index_put((row.mine,), part) for part in parts])
         return TokenStats(row.rows, *sum_over_context(mine, self.context))
 
