@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import moe_checkpoint, random_model
 from torch import Tensor
+from torch.nn.attention import restore_flash_attention_impl
 from trainer_ranks import Job, build_policy
 
 from prl.config import compose
@@ -24,7 +25,7 @@ from prl.models.layers import prefix_attention
 from prl.models.layers.attention_kernels import varlen_backward, varlen_forward
 from prl.models.layers.cudnn_attention import Kept
 from prl.models.layers.documents import attend_documents
-from prl.models.layers.packed_attention import BY_HAND_TOKENS, packed_attention
+from prl.models.layers.packed_attention import BY_HAND_TOKENS, activate_attention, packed_attention
 from prl.models.layers.prefix_attention import PrefixAttention, PrefixPlan
 from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.orchestrator.batching import imbalance
@@ -362,11 +363,22 @@ LONG = {
 }
 
 
+@pytest.fixture(params=["flash_attention_2", "flash_attention_3", "flash_attention_4"])
+def kernels(request):
+    """What varlen attention runs."""
+    package = {"flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn.cute.interface"}
+    if request.param in package:
+        pytest.importorskip(package[request.param])
+    activate_attention(request.param)
+    yield request.param
+    restore_flash_attention_impl(_raise_warn=False)
+
+
 @GPU
 @pytest.mark.parametrize("widths", [(128, 128), (192, 128), (64, 64)])
 @pytest.mark.parametrize("cudnn", [True, False])
 @pytest.mark.parametrize("case", LONG)
-def test_kernels_attend_to_shared_tokens(case, cudnn, widths):
+def test_kernels_attend_to_shared_tokens(case, cudnn, widths, kernels):
     """Outputs and gradients in bfloat16 are as near to those of whole documents in float32 as those of whole ones in
     bfloat16 are; the sums of gradients are the same bits at every run.
     """

@@ -76,13 +76,13 @@ def varlen_backward(
     return dq, dk, narrowed(dv, v.shape[-1])
 
 
-UNLIKE = {(192, 128)}  # widths of keys and values that FlashAttention 4 takes as they are: latent attention's
+UNLIKE = {(192, 128)}  # widths of keys and values that FlashAttention 3 and 4 take as they are: latent attention's
 
 
 def width_of_values(q: Tensor, v: Tensor) -> int:
-    """As the kernels want them: as wide as keys, but for FlashAttention 4."""
+    """As the kernels want them: as wide as keys, but for FlashAttention 3 and 4."""
     widths = (q.shape[-1], v.shape[-1])
-    return widths[widths in UNLIKE and current_flash_attention_impl() == "FA4"]
+    return widths[widths in UNLIKE and current_flash_attention_impl() in ("FA3", "FA4")]
 
 
 def widened(x: Tensor, width: int) -> Tensor:
