@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prl.config.schema import InferenceConfig
 from prl.inference.forward import DecodeRows, PrefillRows, prefill, routing_pieces, sampling_table
+from prl.inference.graphs import DecodeGraphs
 from prl.inference.isolation import BrokenWeights, Isolation
 from prl.inference.kv_cache import KVCache, Namespace
 from prl.inference.sampling import (
@@ -63,6 +64,7 @@ class TorchEngine:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows: DecodeRows | None = None
+        self.graphs: DecodeGraphs | None = None
         self.stats = EngineStats()
         # the prefix cache never mixes KV of different epochs; that of requests without a salt rises with each change of
         # weights, the other one when all is to be forgotten: a salt says by itself which KV is good enough
@@ -156,6 +158,7 @@ class TorchEngine:
             sequence.start_over()
             self.waiting.append(sequence)
             self.stats.preemptions += 1
+        self.graphs = None
         self.cache.release()
         self.has_weights &= level == 1
         self.model.to("cpu" if self.has_weights else "meta")  # those of a failed update, too, are worth nothing
@@ -340,13 +343,21 @@ class TorchEngine:
             ends = torch.tensor([len(s.token_ids) for s in admitted], device=self.device)
             positions = torch.cat([positions, ends])
         else:
-            logits = rows.forward(self.model, self.cache, recorder)
-            pieces = routing_pieces(recorder, [1] * len(sequences), self.model.card)
+            logits, pieces = self._forward(rows, recorder)
         tokens, logprobs = self._draw(sequences, logits, table or rows.table, positions)
         rows.advance(tokens[: len(rows.sequences)])
         for sequence, piece in zip(rows.sequences, pieces, strict=False):
             sequence.routed.append(piece)  # one piece each, or none at all
         return self._collect(sequences, tokens, logprobs)
+
+    def _forward(self, rows: DecodeRows, recorder: RoutingRecorder | None) -> tuple[Tensor, list[np.ndarray]]:
+        """Logits after the last token of each row, and its routing (none if not recorded)."""
+        if DecodeGraphs.suit(self.cache):
+            if self.graphs is None:
+                self.graphs = DecodeGraphs(self.model, self.cache, self.config.return_routed_experts)
+            return self.graphs.forward(rows)
+        logits = rows.forward(self.model, self.cache, recorder)
+        return logits, routing_pieces(recorder, [1] * len(rows.sequences), self.model.card)
 
     def _draw(
         self, sequences: list[Sequence], logits: Tensor, table: SamplingTable, positions: Tensor

@@ -230,6 +230,8 @@ class DecodeRows:
         return max(s.computed for s in self.sequences) + 1
 
     def _attention(self, cache: KVCache) -> Attend:
+        if cache.by_kernels:
+            return decode_attention(cache, self.slots, self.positions, self.positions)
         context = self._context
         spread = self.view and not self.dense  # rows are laid out by slot, with holes
         ends = self.positions
@@ -255,6 +257,18 @@ class DecodeRows:
             return out[self.slots] if spread else out
 
         return attend
+
+
+def decode_attention(cache: KVCache, slots: Tensor, positions: Tensor, places: Tensor) -> Attend:
+    """By kernels, of one token a row: at `positions` [B] int64 of its slot, its keys and values written to `places`."""
+    from prl.inference import decode_kernels
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = cache.of(layer)
+        decode_kernels.write(k, v, keys, values, slots, places)
+        return decode_kernels.attend(q, keys, values, slots, positions)
+
+    return attend
 
 
 def sampling_table(sequences: list[Sequence], eos: tuple[int, ...], vocab: int, device: torch.device) -> SamplingTable:

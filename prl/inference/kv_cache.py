@@ -49,6 +49,8 @@ class KVCache:
         self.shape = (len(self.rows), slots, heads, max_len, dim)
         self.states = StateCache(card, slots, dtype, device) if card.state_layers else None
         self.block = 1 if self.states else BLOCK
+        # whether one token a row is written and attended to by kernels (`decode_kernels`)
+        self.by_kernels = device.type == "cuda" and not self.latent and dtype != torch.float64
         self.dtype, self.device, self.slots = dtype, device, slots
         self.in_use: set[int] = set()
         self.cached: dict[int, None] = {}  # least recently used first

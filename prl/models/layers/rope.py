@@ -92,6 +92,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first R dimensions of heads, R that of the tables: x [N, H, D] -> [N, H, D]."""
     if not cos.shape[-1]:  # of a model without rotary embeddings
         return x
+    if x.is_cuda and x.dtype != torch.float64 and torch.is_inference_mode_enabled():
+        from prl.models.layers import rope_kernels
+
+        return rope_kernels.rotate(x, cos, sin)
     turning = x if cos.shape[-1] == x.shape[-1] else x[..., : cos.shape[-1]]
     if is_by_hand(x):
         turned = by_hand(RotationByHand, turning, cos, sin)
