@@ -100,7 +100,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Te
     """
     rows, query_heads, dim = q.shape
     kv_heads = keys.shape[1]
-    group, wide = query_heads // kv_heads, triton.next_power_of_2(dim)
+    group, wide = query_heads // kv_heads, max(16, triton.next_power_of_2(dim))
     parts = parts_of(rows * kv_heads)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     of_parts, lse = out, out  # the second of which is not written
