@@ -139,6 +139,23 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(engine_of, caplog)
         assert sum("cannot be captured" in record.message for record in caplog.records) == 1
 
 
+def test_experts_in_bfloat16_are_captured(engine_of):
+    """Their sizes stay on the device. Replayed passes are the bits of those that are launched kernel by kernel."""
+    if engine_of.device == "cpu":
+        pytest.skip("nothing is captured on a CPU")
+    model, asked = random_model(moe_card()).bfloat16(), SamplingParams(max_tokens=30, ignore_eos=True, seed=7)
+    found = []
+    for captures in (True, False):
+        engine = engine_of(model, return_routed_experts=True)
+        engine.graphs = DecodeGraphs(engine.model, engine.cache, records=True)
+        engine.graphs.can_capture = captures
+        sequences = [add(engine, prompt(n, seed=n), asked)[0] for n in (3, 11, 5)]
+        finish(engine)
+        assert set(engine.graphs.captured) == ({3} if captures else set())
+        found.append([(s.token_ids, s.logprobs, s.routed_experts().tolist()) for s in sequences])
+    assert found[0] == found[1]
+
+
 def test_sizes_of_graphs():
     assert [size_of(n, 100) for n in (1, 2, 3, 4, 5, 6, 7, 9, 13, 33, 49, 65, 97)] == [
         1, 2, 3, 4, 6, 6, 8, 12, 16, 48, 64, 96, 100,
