@@ -346,6 +346,17 @@ def test_missing_attention_kernels_name_what_to_install():
     assert error.value.fix.startswith('pip install -e ".[fa4]"')
 
 
+def test_flash_attention_3_is_refused_where_it_has_no_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    with pytest.raises(UserError, match="does not run on this GPU") as error:
+        activate_attention("flash_attention_3")
+    assert error.value.fix == "model.attn=auto"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(UserError, match="cannot be activated"):
+        activate_attention("flash_attention_3")
+
+
 NEWER_KERNELS = """
 def _flash_attn_fwd(q, k, v, **options):
     assert options["causal"] and options["return_lse"]

@@ -91,7 +91,8 @@ FLASH_ATTENTION_3 = Package(
     "flash_attn_interface",
     ("flash-attn-3", "flash_attn_3"),
     "model.attn=flash_attention_3",
-    'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
+    'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper" '
+    "(it needs nvcc, and variables that leave out most of its kernels: prl/models/README.md, FlashAttention 3)",
 )
 DEEP_GEMM = Package(
     "DeepGEMM",

@@ -62,10 +62,19 @@ def packed_attention(
 def activate_attention(impl: AttentionImpl) -> None:
     """Have PyTorch run its flash attention through FlashAttention 3 or 4, if `model.attn` asks for it.
 
-    Raises UserError when the package that holds the kernels is not installed.
+    Raises UserError when the package that holds the kernels is not installed, or has none for this GPU.
     """
     if impl not in ("flash_attention_3", "flash_attention_4"):
         return
+    if impl == "flash_attention_3" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if major != 9:
+            raise UserError(
+                "FlashAttention 3 does not run on this GPU",
+                where=f"model.attn={impl}",
+                why=f"its kernels are Hopper's (compute capability 9.0); this one has {major}.{minor}",
+                fix="model.attn=auto",
+            )
     try:
         if impl == "flash_attention_4":
             from prl.models.layers.flash_attention_4 import activate
