@@ -278,6 +278,8 @@ def main() -> None:
         help="before the first save, while what starts with a trainer starts; default: 4",
     )
     said = parser.parse_args()
+    if said.directory is not None:
+        Path(said.directory).mkdir(parents=True, exist_ok=True)
     print(f"{said.ranks} ranks, {said.gib:g} GiB, of which each has {said.gib / said.ranks:.2f}")
     print("".join(f"{title:>12}" for title in HEAD))
     for variant in said.variants:
