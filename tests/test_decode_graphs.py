@@ -1,9 +1,13 @@
-"""Decoding of slots where they lie, in use or not: on CPUs with attention written out, on GPUs as CUDA graphs."""
+"""Decoding of rows at addresses that stay, idle ones among them: on CPUs with attention written out, on GPUs as CUDA
+graphs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+import sys
 
 import pytest
 import torch
@@ -36,7 +40,7 @@ def written_out(cache, slots, positions, places):
 
 @pytest.fixture(params=["cpu", GPU])
 def engine_of(request, monkeypatch):
-    """An engine of a model, which decodes all slots at once; a GPU's in the dtype that is asked for."""
+    """An engine of a model, which decodes a fixed number of rows at once."""
     if request.param == "cpu":
         monkeypatch.setattr(graphs, "decode_attention", written_out)
         monkeypatch.setattr(DecodeGraphs, "suit", staticmethod(lambda cache: True))
@@ -61,7 +65,7 @@ def agrees(model, sequence) -> None:
 
 @pytest.mark.parametrize("card", [moe_card(), dense_card()], ids=["moe", "dense"])
 def test_sequences_that_come_and_go_are_those_of_a_full_forward_pass(card, engine_of):
-    """Slots that are not in use lie between, and are decoded, too."""
+    """Rows that are idle are decoded beside them."""
     model, draw = random_model(card), random.Random(0)
     engine = engine_of(model, return_routed_experts=bool(card.num_experts))
     sequences = []
@@ -126,17 +130,61 @@ def test_a_pass_is_the_same_bits_whether_it_is_captured_or_not(engine_of):
     assert engine.graphs.passes[3] > PASSES_BEFORE
 
 
-def test_what_cannot_be_captured_is_launched_kernel_by_kernel(engine_of, caplog):
-    """Experts in float32 ask the host for their sizes."""
+def test_experts_in_float32_are_launched_kernel_by_kernel(engine_of, caplog):
+    """They ask the host for their sizes: nothing is tried that would fail."""
     model = random_model(moe_card())
     engine = engine_of(model)
     sequences = [add(engine, prompt(n, seed=n))[0] for n in (3, 11)]
     finish(engine)
     for sequence in sequences:
         agrees(model, sequence)
-    if engine_of.device == "cuda":
-        assert not engine.graphs.captured
-        assert sum("cannot be captured" in record.message for record in caplog.records) == 1
+    assert not engine.graphs.captured
+    assert not engine.graphs.can_capture
+    assert not caplog.records
+
+
+def test_what_cannot_be_captured_is_tried_once_for_all(engine_of, caplog, monkeypatch):
+    """Also after sleep; and what comes then runs on the stream that ran before."""
+    tries, streams = [], []
+
+    @contextlib.contextmanager
+    def capture(graph, **options):
+        tries.append(options)
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    if engine_of.device == "cpu":
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream before")
+        monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    model = random_model(dense_card())
+    engine = engine_of(model)
+    for _ in range(2):
+        sequence = add(engine, prompt(5))[0]
+        engine.step()
+        engine.step()
+        if engine_of.device == "cpu" and not tries:
+            engine.graphs.can_capture = True
+        finish(engine)
+        agrees(model, sequence)
+        engine.sleep(1)
+        engine.wake_up()
+    assert len(tries) == 1
+    assert sum("cannot be captured" in record.message for record in caplog.records) == 1
+    assert streams == (["the stream before"] if engine_of.device == "cpu" else [])
+
+
+def test_kernels_that_do_not_run_are_passed_over(engine_of, monkeypatch, caplog):
+    """They are tried when an engine begins."""
+    from prl.inference import forward
+
+    model = random_model(dense_card())
+    engine = engine_of(model)
+    engine.cache.by_kernels = True
+    monkeypatch.setitem(sys.modules, "prl.inference.decode_kernels", None)
+    assert not forward.kernels_run(engine.cache, model.card.num_attention_heads)
+    assert "do not run here" in caplog.text
 
 
 def test_experts_in_bfloat16_are_captured(engine_of):

@@ -92,7 +92,7 @@ FLASH_ATTENTION_3 = Package(
     ("flash-attn-3", "flash_attn_3"),
     "model.attn=flash_attention_3",
     'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper" '
-    "(it needs nvcc, and variables that leave out most of its kernels: prl/models/README.md, FlashAttention 3)",
+    " # with nvcc, and the variables of prl/models/README.md (FlashAttention 3): it would build hundreds of kernels",
 )
 DEEP_GEMM = Package(
     "DeepGEMM",

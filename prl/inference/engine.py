@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prl.config.schema import InferenceConfig
-from prl.inference.forward import DecodeRows, PrefillRows, prefill, routing_pieces, sampling_table
+from prl.inference.forward import DecodeRows, PrefillRows, kernels_run, prefill, routing_pieces, sampling_table
 from prl.inference.graphs import DecodeGraphs
 from prl.inference.isolation import BrokenWeights, Isolation
 from prl.inference.kv_cache import KVCache, Namespace
@@ -61,6 +61,7 @@ class TorchEngine:
         weight = next(model.parameters())
         self.device, self.dtype, self.vocab = weight.device, weight.dtype, model.card.vocab_size
         self.cache = KVCache(model.card, config.max_num_seqs, config.max_model_len, self.dtype, self.device)
+        self.cache.by_kernels &= kernels_run(self.cache, model.card.num_attention_heads)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.rows: DecodeRows | None = None
@@ -158,7 +159,8 @@ class TorchEngine:
             sequence.start_over()
             self.waiting.append(sequence)
             self.stats.preemptions += 1
-        self.graphs = None
+        if self.graphs is not None:
+            self.graphs.forget()
         self.cache.release()
         self.has_weights &= level == 1
         self.model.to("cpu" if self.has_weights else "meta")  # those of a failed update, too, are worth nothing

@@ -6,6 +6,7 @@ Tokens of all sequences lie in one flat dimension [N]; only attention tells them
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend
 from prl.models.layers.decoder import Decoder
 from prl.models.layers.hybrid import HybridAttend
+
+log = logging.getLogger(__name__)
 
 SHORTEST_CLASS = 64  # prompts up to this length are padded together
 SCORED_AT_ONCE = 256  # tokens of a prompt, each of which has logits for the whole vocabulary
@@ -269,6 +272,23 @@ def decode_attention(cache: KVCache, slots: Tensor, positions: Tensor, places: T
         return decode_kernels.attend(q, keys, values, slots, positions)
 
     return attend
+
+
+def kernels_run(cache: KVCache, query_heads: int) -> bool:
+    """Whether `decode_attention` may be asked for on this cache: tried once, for a GPU may lack what they need."""
+    if not cache.by_kernels:
+        return False
+    keys, values = (x[0, :1, :, :1].clone() for x in (cache.k, cache.v))  # one slot, of one token
+    zero = torch.zeros(1, dtype=torch.int64, device=cache.device)
+    try:
+        from prl.inference import decode_kernels
+
+        decode_kernels.write(keys[:, :, 0], values[:, :, 0], keys, values, zero, zero)
+        decode_kernels.attend(keys.new_zeros(1, query_heads, keys.shape[-1]), keys, values, zero, zero)
+    except Exception as error:  # Triton has many
+        log.warning("the kernels of decoding do not run here, PyTorch's do: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 def sampling_table(sequences: list[Sequence], eos: tuple[int, ...], vocab: int, device: torch.device) -> SamplingTable:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -88,11 +90,16 @@ def yarn_temperature(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+@functools.cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first R dimensions of heads, R that of the tables: x [N, H, D] -> [N, H, D]."""
     if not cos.shape[-1]:  # of a model without rotary embeddings
         return x
-    if x.is_cuda and x.dtype != torch.float64 and torch.is_inference_mode_enabled():
+    if x.is_cuda and x.dtype != torch.float64 and torch.is_inference_mode_enabled() and has_triton():
         from prl.models.layers import rope_kernels
 
         return rope_kernels.rotate(x, cos, sin)
