@@ -91,8 +91,8 @@ FLASH_ATTENTION_3 = Package(
     "flash_attn_interface",
     ("flash-attn-3", "flash_attn_3"),
     "model.attn=flash_attention_3",
-    'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper" '
-    " # with nvcc, and the variables of prl/models/README.md (FlashAttention 3): it would build hundreds of kernels",
+    'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"'
+    "  # with nvcc, and the variables of prl/models/README.md (FlashAttention 3): it would build hundreds of kernels",
 )
 DEEP_GEMM = Package(
     "DeepGEMM",

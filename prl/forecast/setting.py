@@ -88,8 +88,9 @@ class Setting:
     def kernel(self) -> str:
         """Of dense attention. Merging partial sums over keys (ring, gathered latents) wants one that tells them."""
         asked = self.config.model.attn
-        if asked == "flash_attention_4":
-            return "fa4" if self.card.value_dim == self.card.head_dim == 128 else "flash"
+        if asked in ("flash_attention_3", "flash_attention_4"):
+            measured = (self.card.head_dim, self.card.value_dim) in ((128, 128), (192, 128))
+            return f"fa{asked[-1]}" if measured else "flash"
         merges = self.mesh.cp > 1 and self.cp_style != "ulysses"
         return "cudnn" if asked == "auto" and not merges and self.length >= CUDNN_TOKENS else "flash"
 

@@ -278,11 +278,11 @@ def kernels_run(cache: KVCache, query_heads: int) -> bool:
     """Whether `decode_attention` may be asked for on this cache: tried once, for a GPU may lack what they need."""
     if not cache.by_kernels:
         return False
-    keys, values = (x[0, :1, :, :1].clone() for x in (cache.k, cache.v))  # one slot, of one token
-    zero = torch.zeros(1, dtype=torch.int64, device=cache.device)
     try:
         from prl.inference import decode_kernels
 
+        keys, values = (x[0, :1, :, :1].clone() for x in (cache.k, cache.v))  # one slot, of one token
+        zero = torch.zeros(1, dtype=torch.int64, device=cache.device)
         decode_kernels.write(keys[:, :, 0], values[:, :, 0], keys, values, zero, zero)
         decode_kernels.attend(keys.new_zeros(1, query_heads, keys.shape[-1]), keys, values, zero, zero)
     except Exception as error:  # Triton has many

@@ -20,9 +20,7 @@ from prl.models.layers.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-PASSES_BEFORE = (
-    2  # of a size, launched one by one: what compiles and allocates has done so, and one-off sizes cost none
-)
+PASSES_BEFORE = 2  # of a size, launched kernel by kernel: what compiles has done so, and rare sizes cost no graph
 
 
 def size_of(rows: int, most: int) -> int:
