@@ -154,7 +154,7 @@ def test_memory_is_there_after_the_first_step_that_changes_something(world, poli
     saving.after_step(2, policy, due=False, changed=True)
     first = writer.preparing
     first.join()
-    assert writer.memory.size > sum(param.to_local().nbytes for param in policy.model.parameters())
+    assert writer.memory.size > sum(param.nbytes for param in policy.model.parameters())
     saving.after_step(3, policy, due=False, changed=True)
     assert writer.preparing is first
 

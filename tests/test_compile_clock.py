@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._dynamo.utils import counters
 
 from prl.trainer.compilation import CompileClock
 
@@ -16,3 +17,18 @@ def test_compilation_is_timed_when_it_happens_and_counted_once() -> None:
     assert clock.take() == 0
     double(torch.ones(3, 5, dtype=torch.float64))  # what it has not seen yet
     assert clock.take() > 0
+
+
+def test_what_is_compiled_in_pieces_is_told_once(caplog) -> None:
+    clock = CompileClock()
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break(msg="a test breaks here")
+        return x + 1
+
+    counters.clear()
+    compiled = torch.compile(broken, backend="eager")
+    for dtype in (torch.float32, torch.float64):
+        compiled(torch.ones(3, dtype=dtype))
+        clock.take()
+    assert caplog.text.count("in pieces") == 1

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -156,6 +157,36 @@ def test_what_costs_time(more: list[str], less: list[str]) -> None:
 )
 def test_what_saves_memory(less: list[str], more: list[str]) -> None:
     assert peak_memory(bench("model=qwen3_4b", *less)).total < peak_memory(bench("model=qwen3_4b", *more)).total
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_weight"),
+    [
+        ([], 2),
+        (["memory_recipe.ac.mode=full"], 0),
+        (["memory_recipe.ac.mode=full", "memory_recipe.ac.freq=2"], 1),
+        (["memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[attn_proj,mlp]"], None),  # o_proj waits
+        (["memory=lora"], 0),
+        (["memory_recipe.ac_offloading.enabled=true"], 0),
+        (["parallelism.dp_shard=2", "deployment.num_train_gpus=2"], 0),
+    ],
+)
+def test_cast_weights_wait_where_one_rank_holds_all_and_repeats_nothing(overrides, per_weight) -> None:
+    s = bench("model=qwen3_4b", *overrides)
+    when, parts = next(moments(s, has_gradients=False))
+    layers = sum(layer.dense * count for count, layer in layers_of(s))
+    output = 36 * 2560 * 4096
+    wanted = 2 * output if per_weight is None else per_weight * layers
+    assert (when, parts["cast weights"]) == ("the head's backward", wanted)
+
+
+def test_logits_of_the_last_chunks_are_computed_once() -> None:
+    def repeated(chunk: str, before: bool = False) -> float:
+        s = bench("model=qwen3_4b", f"memory_recipe.fused_lm_head_token_chunk_size={chunk}")
+        return micro_batch(replace(s, before=before)).repeated.total
+
+    assert repeated("auto") == repeated("disabled") == 0  # 16,384 tokens are two of its chunks
+    assert repeated("4096") == pytest.approx(0.75 * repeated("4096", before=True))
 
 
 def test_scanning_again_saves_memory_and_costs_time() -> None:

@@ -18,6 +18,7 @@ from trainer_ranks import Job, build_policy
 from prl.config import compose
 from prl.config.world import shares_prefixes
 from prl.metrics.mfu import document_flops, packed_flops
+from prl.models.adapters.lora import whole_tensor
 from prl.models.by_hand import PaddedQueries, ShortAttentionByHand
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.layers import prefix_attention
@@ -285,7 +286,7 @@ def test_a_policy_runs_shared_tokens_once(world, tmp_path, replay):
         stats = policy.forward(row, 1.0, 1)
         (stats.logp.sum() + 0.1 * stats.entropy.sum()).backward()
         assert ran == [row.run_tokens]
-        gradients = {name: p.grad.full_tensor() for name, p in policy.model.named_parameters()}
+        gradients = {name: whole_tensor(p.grad) for name, p in policy.model.named_parameters()}
         found.append((sorted(stats.logp.tolist()), gradients, policy.flops(row), policy.balance.load.counts))
     (logp, whole, flops, load), (shared_logp, shared, shared_flops, shared_load) = found
     assert torch.equal(shared_load, load)
@@ -306,7 +307,7 @@ def test_layers_that_are_repeated_for_backward_share_as_before(world, tmp_path, 
         overrides = [f"memory={memory}", "memory_recipe.compile=false", f"model.indexer_loss_coef={coef}"]
         policy = build_policy(Job(str(tmp_path), family=name, overrides=overrides), world)
         policy.forward(row_of(groups(), share), 1.0, 1).logp.sum().backward()
-        found.append({name: p.grad.full_tensor() for name, p in policy.model.named_parameters() if p.grad is not None})
+        found.append({name: whole_tensor(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None})
     whole, shared = found
     for key, grad in shared.items():
         assert (grad - whole[key]).abs().max() <= 2e-5 * whole[key].abs().max() + 1e-9, key
@@ -320,7 +321,7 @@ def test_indexers_learn_from_shared_tokens_as_from_each_documents(world, tmp_pat
         job = Job(str(tmp_path), family="glm_moe_dsa", overrides=["model.indexer_loss_coef=0.5"])
         policy, row = build_policy(job, world), row_of(groups(), share)
         policy.forward(row, 1.0, int(row.loss_mask.sum())).logp.sum().backward()
-        gradients = {name: p.grad.full_tensor() for name, p in policy.model.named_parameters() if p.grad is not None}
+        gradients = {name: whole_tensor(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None}
         found.append((policy.indexers.total.item(), gradients))
     (divergence, whole), (shared_divergence, shared) = found
     assert shared_divergence == pytest.approx(divergence, rel=1e-5)

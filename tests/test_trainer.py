@@ -19,12 +19,14 @@ from trainer_ranks import Job, build_policy, job_config, rows_of, run_job, save,
 from prl.config import compose
 from prl.config.errors import UserError
 from prl.config.schema import OptimConfig, ScheduleConfig
+from prl.models.adapters.lora import whole_tensor
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.layers.packed_attention import activate_attention, packed_attention
 from prl.models.layers.rope import rotary_tables
 from prl.models.sharding import is_sharded
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.directory.checkpoints import latest_valid, parts_of
+from prl.trainer import parallelize
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.memory.optimizer_offload import master_weights
 from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
@@ -146,7 +148,7 @@ def gradients_of(model_path, world, overrides):
         stats = policy.forward(row, temperature=0.8)
         (stats.logp.sum() + 0.1 * stats.entropy.sum()).backward()
         total, entropy = total + stats.logp.sum().item(), entropy + stats.entropy.sum().item()
-    grads = {n: p.grad.full_tensor() for n, p in policy.model.named_parameters()}
+    grads = {n: whole_tensor(p.grad) for n, p in policy.model.named_parameters()}
     return total, entropy, grads
 
 
@@ -186,8 +188,9 @@ def test_names_are_the_same_under_activation_checkpointing(world, model_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embedding_and_head_are_whole_only_where_they_are_used(world, tmp_path, tied):
+def test_embedding_and_head_are_whole_only_where_they_are_used(world, tmp_path, monkeypatch, tied):
     """Untied, that is; a head's gradient is reduced while the layers still run backward."""
+    monkeypatch.setattr(parallelize, "goes_without_fsdp", lambda config, ranks: False)  # one rank, but as several
     card = family_card("llama").model_copy(update={"tie_word_embeddings": tied})
     save_checkpoint(hf_tensors(random_model(card)), tmp_path, card)
     config = job_config(Job(str(tmp_path), family="llama"))
@@ -333,8 +336,8 @@ def test_masters_on_the_host_start_from_the_checkpoint_in_full(model_path, world
     policy = build_policy(Job(model_path, optim=ADAMW, overrides=overrides), world)
     masters = master_weights(policy.model, policy.optimizers)
     for name, param in random_model(moe_card(), std=0.1).named_parameters():
-        assert torch.equal(masters[name].full_tensor(), param), name
-        held = policy.model.get_parameter(name).full_tensor()
+        assert torch.equal(whole_tensor(masters[name]), param), name
+        held = whole_tensor(policy.model.get_parameter(name))
         assert held.dtype == torch.bfloat16
         assert torch.equal(held, param.bfloat16()), name
 

@@ -87,9 +87,9 @@ class TrainerBench:
         backward = self.backward_of(trained, documents)
         watch = Stopwatch(world.device)
         losses = []
-        for left, row in zip(reversed(range(len(rows))), rows, strict=True):
+        for row in rows:
             self.ctx.beat()
-            losses.append(backward(row, left > 0))
+            losses.append(backward(row))
         watch.lap("forward_backward")
         self.policy.optimizer_step(step)
         watch.lap("clip_optimizer")
@@ -106,17 +106,17 @@ class TrainerBench:
         dist.all_reduce(total)
         return round(total.item() / self.world.cp)
 
-    def backward_of(self, trained: int, documents: int) -> Callable[[MicroBatch, bool], Tensor]:
-        """Forward and backward of one row, and whether more follow; returns its share of the loss, on the device."""
+    def backward_of(self, trained: int, documents: int) -> Callable[[MicroBatch], Tensor]:
+        """Forward and backward of one row; returns its share of the loss, on the device."""
         algo = self.config.algo
         denominator = loss_denominator(algo, trained, documents)
 
-        def rl(row: MicroBatch, more_follow: bool) -> Tensor:
-            stats = self.policy.forward(row, loss_tokens=trained, more_follow=more_follow)
+        def rl(row: MicroBatch) -> Tensor:
+            stats = self.policy.forward(row, loss_tokens=trained)
             return backward_rl(algo, row, stats, denominator)[0][0]
 
-        def sft(row: MicroBatch, more_follow: bool) -> Tensor:
-            loss = -self.policy.forward(row, loss_tokens=trained, more_follow=more_follow).logp.sum() / trained
+        def sft(row: MicroBatch) -> Tensor:
+            loss = -self.policy.forward(row, loss_tokens=trained).logp.sum() / trained
             loss.backward()
             return loss.detach()
 

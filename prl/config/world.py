@@ -127,6 +127,14 @@ def shares_prefixes(config: RunConfig) -> bool:
     return config.memory_recipe.share_prefixes and rl and known and whole_row
 
 
+def goes_without_fsdp(config: RunConfig, ranks: int) -> bool:
+    """Whether one rank holds the model, and FSDP has nothing to do: neither to shard, nor to move weights to the host
+    and back. Activation offloading knows the weights that FSDP gathers, and would take casts for activations.
+    """
+    recipe = config.memory_recipe
+    return ranks == 1 and not recipe.fsdp_cpu_offload and not recipe.ac_offloading.enabled
+
+
 def context_style(config: RunConfig) -> CpStyle:
     """As asked for; `auto` is the first that the model knows, and a ring where Ulysses cannot share out the heads."""
     card, style = config.model.card, config.parallelism.cp_style

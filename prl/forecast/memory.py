@@ -20,7 +20,7 @@ from prl.forecast.sharding import dense_group, layer_units, reduced_bytes
 GIB = 2.0**30
 AUTO_CHUNK_TOKENS = 8192  # prl/trainer/head/head.py
 WHOLE_HEAD_KEPT = 18  # bytes a logit: bfloat16, and four times float32
-CHUNK_BYTES = 4  # logits of a chunk, and once more while they are computed
+WAITING_CHUNKS = 2  # of "auto" (same place); where a size is given, one
 OFFLOAD_BUCKETS = 3 * (512 << 20)  # moments on the device at once (prl/trainer/memory/optimizer_offload.py)
 GRADIENTS_LEAVING = 512 << 20  # gradients on their way to the host at once (same place)
 
@@ -58,12 +58,14 @@ def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
     first_kept = len(layers) - offloaded(s.config.memory_recipe, len(layers))
     recipes = {id(layer): apply_recipe(s, layer) for layer in layers}
     kept = [recipes[id(layer)].kept * s.tokens for layer in layers]
+    cast = [recipes[id(layer)].cast * BF16 if s.alone and not s.frozen else 0.0 for layer in layers]
     on_device = [sum(kept[max(0, i + 1 - first_kept) : i + 1]) for i in range(len(layers))]
     whole = sum(gathered_bytes(s, layer) for layer in layers) if resident else 0.0
     last = layers[-1]
     yield (
         "the head's backward",
-        {"activations": on_device[-1], "head": head_bytes(s), "gathered head": end * BF16, "its gradient": made,
+        {"activations": on_device[-1], "cast weights": sum(cast), "head": head_bytes(s), "gathered head": end * BF16,
+         "its gradient": made,
          "gradients of root": root, "gathered layers": whole or gathered_bytes(s, last),
          "gradients": all_gradients if has_gradients else 0.0},
     )  # fmt: skip
@@ -77,7 +79,8 @@ def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
         before = leaving if i == len(layers) - 1 else 0.0  # what is reduced leaves when the next of its kind comes
         yield (
             f"layer {i}'s backward",
-            {"activations": on_device[i], "layer in backward": inner, "gathered layers": whole or gathered,
+            {"activations": on_device[i], "cast weights": sum(cast[:i]), "layer in backward": inner,
+             "gathered layers": whole or gathered,
              "its gradients": made_here + leaving_here, "gradients of root": root,
              "the head's gradient": max(0.0, before - leaving_here),
              "gradients": all_gradients if has_gradients else min(most, behind)},
@@ -145,4 +148,13 @@ def head_bytes(s: Setting) -> float:
     if chunk == "disabled":
         return s.tokens * s.card.vocab_size * WHOLE_HEAD_KEPT
     size = AUTO_CHUNK_TOKENS if chunk == "auto" else chunk
-    return min(s.tokens, size) * s.card.vocab_size * CHUNK_BYTES + 2 * s.tokens * s.card.hidden_size * BF16
+    at_once = 2 * min(s.tokens, size) if s.before else waiting_tokens(s)
+    return at_once * s.card.vocab_size * BF16 + 2 * s.tokens * s.card.hidden_size * BF16
+
+
+def waiting_tokens(s: Setting) -> float:
+    """Of whose logits there are as many at once as wait for backward."""
+    chunk = s.config.memory_recipe.fused_lm_head_token_chunk_size
+    assert chunk != "disabled"
+    size = AUTO_CHUNK_TOKENS if chunk == "auto" else chunk
+    return min(s.tokens, size * (WAITING_CHUNKS if chunk == "auto" else 1))

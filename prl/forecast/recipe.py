@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from prl.config.schema import MemoryConfig
 from prl.forecast.cost import NOTHING, Cost, total
@@ -17,7 +18,7 @@ EVER_KEPT = ("choice",)  # whatever is repeated
 @dataclass(frozen=True)
 class Recipe:
     """Of one layer and micro-batch: its costs; bytes a token kept for backward, and those that one layer has while it
-    runs backward, whatever was dropped before.
+    runs backward, whatever was dropped before; weights of which cast copies are kept, where FSDP gathers none.
     """
 
     forward: Cost
@@ -25,23 +26,29 @@ class Recipe:
     backward: Cost
     kept: float
     whole: float
+    cast: float
 
 
 def apply_recipe(setting: Setting, layer: Layer) -> Recipe:
     ac = setting.config.memory_recipe.ac
     parts = layer.parts
     forward, backward = total(p.forward for p in parts), total(p.backward for p in parts)
-    whole = sum(p.kept for p in parts)
+    whole, weights = sum(p.kept for p in parts), sum(weights_of(p) for p in parts)
     if ac.mode == "none":
-        return Recipe(forward, NOTHING, backward, whole, whole)
+        return Recipe(forward, NOTHING, backward, whole, whole, weights)
     if ac.mode == "full":
         kept = parts[0].kept + sum(p.kept for p in parts if p.name in EVER_KEPT)
         part = 1 / ac.freq
         repeated = total(p.repeated for p in parts) * part
-        return Recipe(forward, repeated, backward, kept * part + whole * (1 - part), whole)
+        return Recipe(forward, repeated, backward, kept * part + whole * (1 - part), whole, weights * (1 - part))
     dropped = [p for p in parts if is_dropped(setting, p, ac.targets or DEFAULT_TARGETS)]
     kept = whole - sum(p.kept for p in dropped)
-    return Recipe(forward, total(p.repeated for p in dropped), backward, kept, whole)
+    cast = weights - sum(weights_of(p) for p in dropped)
+    return Recipe(forward, total(p.repeated for p in dropped), backward, kept, whole, cast)
+
+
+def weights_of(part: Part) -> int:
+    return sum(prod(shape) for shape in part.weights)
 
 
 def is_dropped(setting: Setting, part: Part, targets: tuple[str, ...]) -> bool:

@@ -11,7 +11,7 @@ from math import gcd
 from prl.config.families import FAMILIES
 from prl.config.rules.memory import attention_linears
 from prl.config.schema import ATTENTION, ModelCard, RunConfig
-from prl.config.world import Mesh, context_style, world_of
+from prl.config.world import Mesh, context_style, goes_without_fsdp, world_of
 from prl.forecast.cost import NIC, NVLINK, Cost
 from prl.forecast.hardware import Hardware
 
@@ -26,6 +26,7 @@ class Setting:
     hardware: Hardware
     config: RunConfig
     lengths: tuple[int, ...]
+    before: bool = False  # as runs were when one rank had FSDP, too, and no logits waited for backward
 
     @cached_property
     def card(self) -> ModelCard:
@@ -69,6 +70,11 @@ class Setting:
     @property
     def compiled(self) -> bool:
         return self.config.memory_recipe.compile
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether weights are cast where they lie, and FSDP has no part in it."""
+        return not self.before and goes_without_fsdp(self.config, self.mesh.size)
 
     @property
     def frozen(self) -> bool:

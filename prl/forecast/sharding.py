@@ -53,12 +53,16 @@ def ring(s: Setting, what: str, nbytes: float, group: Group) -> Cost:
 
 def gathered(s: Setting, what: str, weights: float, group: Group) -> Cost:
     """Cast, gathered in bfloat16, copied into place."""
+    if s.alone:
+        return s.memory(weights * (FLOAT32 + BF16)) if not s.frozen else NOTHING
     local = s.memory(weights * ((FLOAT32 + BF16) / group.ranks + 3 * BF16))
     return ring(s, f"FSDP gathers, {what}", weights * BF16, group) + local
 
 
 def reduced(s: Setting, what: str, weights: float, group: Group) -> Cost:
     """Gradients copied together in `reduce_dtype`, reduced, and over replicas added up; a rank's share is float32."""
+    if s.alone:
+        return s.memory(weights * (BF16 + FLOAT32))
     number = reduced_bytes(s, group)
     local = s.memory(weights * (BF16 + 2 * number + FLOAT32 / group.ranks))
     cost = ring(s, f"FSDP reductions, {what}", weights * number, group) + local

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from prl.forecast.cost import HOST, NOTHING, Cost
 from prl.forecast.layers import Layer, end_weights, layers_in_order, layers_of, root_weights
+from prl.forecast.memory import waiting_tokens
 from prl.forecast.recipe import Recipe, apply_recipe, offloaded
 from prl.forecast.setting import Setting
 from prl.forecast.sharding import dense_group, gather_layer, gathered, reduce_layer, reduced
@@ -59,7 +60,8 @@ def one_layer(s: Setting, layer: Layer, layers: int) -> Pass:
     gather, reduce = gather_layer(s, layer), reduce_layer(s, layer)
     ahead = recipe.forward.total
     back = recipe.repeated.total + recipe.backward.total
-    again = gather if s.config.parallelism.reshard_after_forward else NOTHING
+    repeats = s.config.memory_recipe.ac.mode == "full" if s.alone else s.config.parallelism.reshard_after_forward
+    again = gather if repeats else NOTHING
     shown = shown_of(s, gather, ahead) + shown_of(s, again + reduce, back)
     host = host_copies(s, recipe, ahead, back) * (offloaded(s.config.memory_recipe, layers) / layers)
     local = _local(gather)
@@ -118,12 +120,12 @@ def unit(s: Setting, weights: float) -> tuple[Cost, Cost]:
 
 
 def head(s: Setting) -> Pass:
-    """Log-probability and entropy of all tokens; in chunks, logits are computed again in backward."""
+    """Log-probability and entropy of all tokens; in chunks, logits are computed again in backward but for the last."""
     card, chunked = s.card, s.config.memory_recipe.fused_lm_head_token_chunk_size != "disabled"
     forward, backward = s.matmul(s.tokens, card.hidden_size, card.vocab_size, fp8=False)
     logits = s.tokens * card.vocab_size
     sizes = CHUNKED_HEAD_BYTES if chunked else WHOLE_HEAD_BYTES
-    repeated = forward if chunked else NOTHING
+    repeated = forward * (1 - waiting_tokens(s) / s.tokens) if chunked and not s.before else forward * chunked
     return Pass(forward + s.memory(logits * sizes[0]), repeated, backward + s.memory(logits * sizes[1]))
 
 

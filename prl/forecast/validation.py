@@ -41,6 +41,7 @@ class Measured:
     tokens_per_s: float  # per GPU
     peak_gib: float | None
     fit: bool
+    before: bool = False  # see `Setting`
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ def measured_rows() -> tuple[Measured, ...]:
         for row in table["rows"]:
             config = compose([*table["base"].split(), *row["run"].split()], "bench")
             speed, peak = float(row["tokens_per_s"]), row.get("peak_gib")
-            rows.append(Measured(table["from"], row["run"], config, speed, peak, row.get("fit", False)))
+            rows.append(
+                Measured(
+                    table["from"], row["run"], config, speed, peak, row.get("fit", False), table.get("before", False)
+                )
+            )
     return tuple(rows)
 
 
@@ -75,7 +80,7 @@ def forecast_row(hardware: Hardware, row: Measured) -> Compared:
     bench = row.config.bench
     assert bench is not None
     assert isinstance(bench.doc_len, int)
-    setting = Setting(hardware, row.config, (bench.doc_len,))
+    setting = Setting(hardware, row.config, (bench.doc_len,), row.before)
     step_s = micro_batch(setting).seconds + optimizer_step(setting).total
     return Compared(row, setting.tokens / step_s, peak_memory(setting).total / GIB)
 

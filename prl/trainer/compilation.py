@@ -8,12 +8,16 @@ where both the speed and the memory come from.
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 
 import torch
 
 from prl.models.layers.decoder import Decoder, DecoderLayer
 from prl.models.layers.mlp import SparseMLP
+
+log = logging.getLogger(__name__)
 
 # Of one function for all layers, shapes and grad modes. Beyond its limit (8 by default) dynamo runs a function as it
 # is, silently slower; and where that happens between a layer's forward and its repetition for backward
@@ -30,8 +34,10 @@ class CompileClock:
         torch._dynamo.on_compile_end(self._end)
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Seconds since the last call. Where something was compiled in pieces, the log says why."""
         seconds, self._taken_s = self.total_s - self._taken_s, self.total_s
+        if seconds:
+            warn_of_pieces()
         return seconds
 
     def _begin(self, *_: object) -> None:  # with arguments since torch 2.8
@@ -39,6 +45,19 @@ class CompileClock:
 
     def _end(self, *_: object) -> None:
         self.total_s += time.perf_counter() - self._began_s
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    log.warning("torch.compile compiles a part of the layers in pieces, which is slower: %s", reason)
+
+
+def warn_of_pieces() -> None:
+    """Nothing in the parts that are compiled should break a graph; each reason is told once."""
+    from torch._dynamo.utils import counters  # seconds, for those who compile nothing
+
+    for reason in counters["graph_break"]:
+        warn_once(reason.splitlines()[0])
 
 
 def apply_compile(model: Decoder, enabled: bool) -> None:

@@ -26,7 +26,8 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     if config.type == "sgd":
         groups = by_mesh(params.values())
         return [torch.optim.SGD(groups, config.lr, config.momentum, weight_decay=config.weight_decay)]
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # whatever the family calls them
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))  # whatever the family calls them
+    tables = {id(m._parameters["weight"]) for m in embeddings}
     hidden = {
         n: p for n, p in params.items() if config.type == "muon" and is_hidden_matrix(n, p) and id(p) not in tables
     }
@@ -99,7 +100,8 @@ def clip_gradients(gradients: list[Tensor], max_norm: float, island: dist.Proces
     one FSDP island, on which every shard lies once, so one sum over them covers everything; replicas hold the same.
     """
     total = torch.stack(torch._foreach_norm(gradients)).square().sum()
-    dist.all_reduce(total, group=island)
+    if dist.get_world_size(island) > 1:
+        dist.all_reduce(total, group=island)
     total = total.sqrt()
     if max_norm > 0:
         torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))

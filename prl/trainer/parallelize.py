@@ -1,4 +1,5 @@
-"""From a meta-device model to a sharded one: experts, adapters, compilation, checkpointing, FSDP2, then weights.
+"""From a meta-device model to a sharded one: experts, adapters, compilation, checkpointing, FSDP2 (or, where one rank
+holds all, its mixed precision alone), then weights.
 
 In the manner of torchtitan: small functions, applied in one order, each doing nothing when its knob is off.
 """
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from prl.config.config_json import card_of_impl, check_card
 from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
-from prl.config.world import context_style, expert_dimension
+from prl.config.world import context_style, expert_dimension, goes_without_fsdp
 from prl.models.adapters.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.all_to_all import AllToAllDispatch
@@ -34,6 +35,7 @@ from prl.trainer.compilation import apply_compile
 from prl.trainer.indexer_training import train_indexers
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.memory.recompute import apply_checkpointing
+from prl.trainer.mixed_precision import compute_in
 from prl.trainer.world import World, cut_at_nodes, shard_mesh
 
 
@@ -81,9 +83,13 @@ def build_sharded(config: RunConfig, path: Path | None, world: World) -> Decoder
     apply_compile(model, config.memory_recipe.compile)
     apply_checkpointing(model, config.memory_recipe.ac, config.memory_recipe.compile)
     apply_activation_offload(model, config.memory_recipe.ac_offloading, world.device)
-    apply_fsdp(model, config, world)
+    alone = goes_without_fsdp(config, world.size)
+    if not alone:
+        apply_fsdp(model, config, world)
     model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)
     move_buffers(model, world.device)
+    if alone:
+        compute_in(model, compute_dtype(config))
     return model
 
 
@@ -197,13 +203,6 @@ def gather_ahead(model: Decoder) -> None:
     for before, after in pairwise(units):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before)
-
-
-def hold_gradients(model: nn.Module, hold: bool) -> None:
-    """Whether the next backward leaves gradients and weights as they are, to be reduced and cut with later ones."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(not hold)
-    model.set_reshard_after_backward(not hold)
 
 
 def precision(compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:

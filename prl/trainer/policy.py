@@ -29,7 +29,7 @@ from prl.trainer.indexer_training import IndexerTraining
 from prl.trainer.inputs import RowInputs
 from prl.trainer.memory.optimizer_offload import local_gradients, master_weights, offload_optimizers
 from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
-from prl.trainer.parallelize import build_model, hold_gradients
+from prl.trainer.parallelize import build_model
 from prl.trainer.world import World, sum_over_world
 from prl.transport.batch import MicroBatch
 
@@ -77,19 +77,13 @@ class Policy:
         self.lr = 0.0
         self.flops_formula = ""  # of what `flops` returned last
 
-    def forward(
-        self, micro: MicroBatch, temperature: float = 1.0, loss_tokens: int = 0, more_follow: bool = False
-    ) -> TokenStats:
+    def forward(self, micro: MicroBatch, temperature: float = 1.0, loss_tokens: int = 0) -> TokenStats:
         """Log-probability and entropy of every token in the loss mask, of which the whole step has `loss_tokens` over
         all ranks (0: nothing but a look).
-
-        more_follow: further micro-batches of the step, with which gradients may wait where nobody else has a share.
 
         With context parallelism each rank runs its share of the tokens, and all ranks of the group get all results.
         """
         device = self.world.device
-        if self.world.size == 1 and device.type == "cpu":  # on a GPU, whole weights would stay in its memory
-            hold_gradients(self.model, more_follow)
         self.busy.begin_lap()
         card, impl = self.config.model.card, self.config.model.attn
         row = RowInputs.build(micro, card.num_hidden_layers, self.context, device)

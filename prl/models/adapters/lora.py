@@ -47,7 +47,7 @@ class LoraExperts(Experts):
 
     def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
-        a, b = (self.get_parameter(f"{self.first}_lora_{kind}") for kind in "ab")
+        a, b = (getattr(self, f"{self.first}_lora_{kind}") for kind in "ab")
         inner = self.activate(self.adapted(x, counts, self.first_proj, a, b), scale)
         return self.adapted(inner, counts, self.down_proj, self.down_lora_a, self.down_lora_b)
 

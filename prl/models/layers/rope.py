@@ -90,6 +90,10 @@ def yarn_temperature(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def kernels_turn(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and has_triton()
+
+
 @functools.cache
 def has_triton() -> bool:
     return find_spec("triton") is not None
@@ -99,7 +103,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first R dimensions of heads, R that of the tables: x [N, H, D] -> [N, H, D]."""
     if not cos.shape[-1]:  # of a model without rotary embeddings
         return x
-    if x.is_cuda and x.dtype != torch.float64 and torch.is_inference_mode_enabled() and has_triton():
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and kernels_turn(x):
         from prl.models.layers import rope_kernels
 
         return rope_kernels.rotate(x, cos, sin)

@@ -106,10 +106,9 @@ class RLTrainer:
         kls: list[torch.Tensor] = []
         flops = 0.0
         wanted = set(batch.meta.get("kept_documents", ()))
-        temperature, rows = self.config.inference.sampling.temperature, batch.micro_batches
-        for left, micro in zip(reversed(range(len(rows))), rows, strict=True):
+        for micro in batch.micro_batches:
             self.ctx.beat()
-            stats = self.policy.forward(micro, temperature, batch.loss_tokens, more_follow=left > 0)
+            stats = self.policy.forward(micro, self.config.inference.sampling.temperature, batch.loss_tokens)
             part, kl = backward_rl(self.config.algo, micro, stats, denominator)
             parts.append(part)
             kls.append(kl)

@@ -112,14 +112,13 @@ class SftTrainer:
     def train_step(self, step: int, rows: list[MicroBatch]) -> dict[str, Any]:
         started = time.perf_counter()
         targets = sum(int(row.loss_mask.sum()) for row in rows)
-        loss, flops = 0.0, 0.0
-        mine = self.share(rows)
-        for left, micro in zip(reversed(range(len(mine))), mine, strict=True):
-            share = -self.policy.forward(micro, loss_tokens=targets, more_follow=left > 0).logp.sum() / targets
+        parts, flops = [], 0.0  # on the device: the host does not wait between micro-batches
+        for micro in self.share(rows):
+            share = -self.policy.forward(micro, loss_tokens=targets).logp.sum() / targets
             share.backward()
-            loss += share.item()
+            parts.append(share.detach().double())
             flops += self.policy.flops(micro)
-        total = sum_over_data(torch.tensor([loss], dtype=torch.float64), self.world).item()
+        total = sum_over_data(torch.stack(parts).sum().cpu().view(1), self.world).item()
         done = self.policy.optimizer_step(step, total)
         busy_s = time.perf_counter() - started
         mfu, formula = utilisation(flops, busy_s, self.world.device.type, self.policy.flops_formula)

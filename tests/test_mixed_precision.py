@@ -1,0 +1,125 @@
+"""Parameters in float32 that modules read in bfloat16, where one rank holds the whole model: as FSDP's mixed precision
+has it, in every family, and without FSDP.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import EACH, family_card
+from tiny import random_model
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+from trainer_ranks import Job, build_policy, rows_of
+
+from prl.models.adapters.lora import is_adapter, whole_tensor
+from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.sharding import is_sharded
+from prl.models.state_space.mixer import Decay
+from prl.planning.run_plan import MeshPlan
+from prl.trainer import parallelize
+from prl.trainer.mixed_precision import compute_in
+from prl.trainer.world import build_world
+
+
+@pytest.fixture(scope="module")
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def policies(world, tmp_path, monkeypatch):
+    """(without FSDP, with it) of a family's tiny model."""
+
+    def build(name, *overrides):
+        path, card = tmp_path / "model", family_card(name)
+        save_checkpoint(hf_tensors(random_model(card)), path, card)
+        job = Job(str(path), family=name, overrides=["model.dtype=bfloat16", *overrides])
+        plain = build_policy(job, world)
+        with monkeypatch.context() as patch:
+            patch.setattr(parallelize, "goes_without_fsdp", lambda config, ranks: False)
+            return plain, build_policy(job, world)
+
+    return build
+
+
+def gradients(policy):
+    for row in rows_of(1):
+        stats = policy.forward(row)
+        (stats.logp.sum() + 0.1 * stats.entropy.sum()).backward()
+    return {name: whole_tensor(p.grad) for name, p in policy.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", EACH.values())
+def test_gradients_are_those_of_fsdp(policies, name):
+    """But for rounding: what one tied parameter gets from both its uses is added up in float32 here."""
+    plain, sharded = policies(name)
+    assert not any(is_sharded(p) or isinstance(p, FSDPModule) for p in plain.model.parameters())
+    assert any(isinstance(module, FSDPModule) for module in sharded.model.modules())
+    found, wanted = gradients(plain), gradients(sharded)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert found[key].dtype == gradient.dtype == torch.float32
+        assert gradient.abs().max() > 0 or "indexer" in key
+        torch.testing.assert_close(found[key], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()), msg=key)
+    steps = [policy.optimizer_step(1).grad_norm for policy in (plain, sharded)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "selective", "tight", "lora", "cpu_offload"])
+def test_recipes_are_those_of_fsdp(policies, recipe):
+    plain, sharded = policies("qwen3_moe", f"memory={recipe}")
+    found, wanted = gradients(plain), gradients(sharded)
+    assert {is_adapter(key) for key in found} == {recipe == "lora"}
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()), msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_compiled_layers_cast_inside(policies, name):
+    """In one piece each: nothing breaks their graphs."""
+    counters.clear()
+    plain, sharded = policies(name, "memory=balanced", "memory_recipe.compile=true")
+    found, wanted = gradients(plain), gradients(sharded)
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=2e-2, atol=2e-2 * float(gradient.abs().max()), msg=key)
+    assert not counters["graph_break"]
+
+
+def test_fsdp_shards_what_moves_or_has_several_ranks(policies):
+    for overrides in (
+        ["memory_recipe.fsdp_cpu_offload=true", "optim=adamw"],
+        ["memory_recipe.ac_offloading.enabled=true"],
+    ):
+        plain, _ = policies("qwen3", *overrides)
+        assert any(isinstance(module, FSDPModule) for module in plain.model.modules())
+
+
+def test_modules_read_what_they_compute_with_and_keep_what_they_are():
+    model = random_model(family_card("nemotron_h"))
+    before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
+    compute_in(model, torch.bfloat16)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert {layer.weight.dtype for layer in layers} == {torch.bfloat16}
+    assert len({type(layer) for layer in layers if layer.bias is None and type(layer).__name__ == "Linear"}) == 1
+    for module in model.modules():
+        if isinstance(module, Decay):
+            assert {getattr(module, name).dtype for name, _ in module.named_parameters(recurse=False)} == {
+                torch.float32
+            }
+    after = dict(model.named_parameters())
+    assert {name: id(param) for name, param in after.items()} == {name: key for name, (key, _) in before.items()}
+    assert all(torch.equal(after[name], value) for name, (_, value) in before.items())
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert all(torch.equal(param, state[name]) for name, param in model.named_parameters())
+
+
+def test_float32_is_left_alone():
+    model = random_model(family_card("qwen3"))
+    kinds = [type(module) for module in model.modules()]
+    compute_in(model, torch.float32)
+    assert [type(module) for module in model.modules()] == kinds
