@@ -149,7 +149,7 @@ def test_requests_go_to_the_router_whose_url_is_given(orchestrator, monkeypatch)
     class Seen(Exception):
         pass
 
-    def pool(urls, config, keys, kinds, router, processes):
+    def pool(urls, config, keys, kinds, router, processes, **options):
         raise Seen(router)
 
     monkeypatch.setattr(neighbours, "EnginePool", pool)

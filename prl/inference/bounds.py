@@ -57,7 +57,7 @@ def body_limit(max_model_len: int) -> int:
     return SPARE_BODY + BYTES_PER_TOKEN * max_model_len
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes | str) -> Any:
     """Strict JSON: numbers are finite. Raises ValueError."""
     try:
         return json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)

@@ -7,18 +7,22 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from prl.inference.bounds import check_bounds
 from prl.inference.requests import parse_generate, read_request
 from prl.inference.sequences import Request, Sequence
+from prl.inference.socket_route import add_socket_route
 from prl.inference.worker import EngineWorker
 from prl.transport.answers import ROUTING_START, encode_answer
+from prl.transport.frames import Message
 from prl.transport.kept import KeptTokens, encode_array
 from prl.transport.serving import InPieces
 
 
-def add_generate_route(app: web.Application, worker: EngineWorker, model_name: str) -> None:
-    async def generate(http: web.Request) -> web.Response:
+def add_generate_route(app: web.Application, worker: EngineWorker, model_name: str, with_socket: bool) -> None:
+    """with_socket: also for many requests over one connection (`socket_route`)."""
+
+    async def answer(body: dict[str, Any]) -> tuple[Request, dict[str, Any]]:
         config = worker.engine.config
-        body = await read_request(http, config.max_model_len, worker.engine.vocab)
         request = parse_generate(body, model_name, config.max_model_len)
         sequences = await worker.generate(request)
         reply: dict[str, Any] = {
@@ -32,9 +36,19 @@ def add_generate_route(app: web.Application, worker: EngineWorker, model_name: s
             reply["prompt_logprobs"] = told_of_prompt(request, sequences[0])
         if body.get("return_token_ids"):
             reply["prompt_token_ids"] = request.prompt_ids
+        return request, reply
+
+    async def generate(http: web.Request) -> web.Response:
+        request, reply = await answer(await read_request(http, worker.engine.config.max_model_len, worker.engine.vocab))
         return web.Response(body=InPieces(encode_answer(reply))) if request.params.frames else web.json_response(reply)
 
+    async def framed(body: dict[str, Any]) -> Message:
+        check_bounds(body, worker.engine.vocab)
+        return encode_answer((await answer(body))[1])
+
     app.router.add_post("/inference/v1/generate", generate)
+    if with_socket:
+        add_socket_route(app, worker, framed)
 
 
 def usage(request: Request, sequences: list[Sequence]) -> dict[str, Any]:

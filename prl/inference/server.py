@@ -18,14 +18,15 @@ from prl.config.world import world_of
 from prl.inference.chat_route import add_chat_routes
 from prl.inference.control_routes import add_control_routes
 from prl.inference.engine import TorchEngine
-from prl.inference.errors import ENGINE_DIED, error_body
+from prl.inference.errors import error_body
 from prl.inference.generate_route import add_generate_route
 from prl.inference.guard import OPEN_ROUTES, Doors, doors_of, refusal
 from prl.inference.lease import Lease
 from prl.inference.metrics_route import add_metrics_route
-from prl.inference.requests import ModelNotFound, read_object
+from prl.inference.reporting import report
+from prl.inference.requests import read_object
 from prl.inference.weight_routes import add_weight_routes
-from prl.inference.worker import EngineDied, EngineUnavailable, EngineWorker, SequenceFailed
+from prl.inference.worker import EngineWorker
 from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.device import limit_memory, pick_device
@@ -113,7 +114,7 @@ def build_app(
 ) -> web.Application:
     """All routes; `source`: from where weights may come; `lease`: of a server that runs may take."""
     app = web.Application(middlewares=[_guard(doors, worker.settled, lease), _report_errors])
-    add_generate_route(app, worker, config.model.name)
+    add_generate_route(app, worker, config.model.name, with_socket=lease is None)  # a lease is asked for each request
     add_chat_routes(app, worker, config.model.name)
     add_control_routes(app, worker)
     add_weight_routes(app, worker, source, lease)
@@ -161,21 +162,9 @@ async def _report_errors(request: web.Request, handler: Handler) -> web.StreamRe
     """Errors as vLLM's JSON."""
     try:
         return await handler(request)
-    except web.HTTPException as error:
-        return error_response(error.status, f"{error.reason}: {request.method} {request.path}")
-    except ModelNotFound as error:
-        return error_response(404, str(error))
-    except ValueError as error:
-        return error_response(400, str(error))
-    except EngineDied as error:
-        return error_response(503, str(error), ENGINE_DIED)
-    except EngineUnavailable as error:
-        return error_response(503, str(error))
-    except SequenceFailed as error:
-        return error_response(500, str(error))
     except Exception as error:
-        log.exception("%s %s", request.method, request.path)
-        return error_response(500, f"{type(error).__name__}: {error}")
+        status, body = report(error, f"{request.method} {request.path}")
+        return web.json_response(body, status=status)
 
 
 def error_response(status: int, message: str, kind: str | None = None) -> web.Response:

@@ -49,6 +49,14 @@ class EngineError(RuntimeError):
         return cls(f"{url}: {why}", status, said=said, why=why)
 
 
+class EngineLost(EngineError):
+    """The engine was started again before it had answered."""
+
+
+class NoWeights(RuntimeError):
+    """All engines wait for weights, and there will be none."""
+
+
 def _in_words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return NO_ANSWER_IN_TIME

@@ -13,6 +13,8 @@ from prl.config.engines import EngineKind
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.engines.answers import (
     EngineError,
+    EngineLost,
+    NoWeights,
     cached_tokens,
     check_kept,
     check_routing,
@@ -21,6 +23,7 @@ from prl.orchestrator.engines.answers import (
 )
 from prl.orchestrator.engines.generation import Generation
 from prl.orchestrator.engines.requests import GENERATE, PAUSE, files_missed, generate_body, update_steps
+from prl.orchestrator.engines.socket import SamplingSocket
 from prl.orchestrator.engines.turnstile import Turnstile
 from prl.orchestrator.engines.update_clock import UpdateClock
 from prl.planning.vllm_arguments import PREFILL_ONLY
@@ -41,14 +44,6 @@ NCCL = "nccl"  # type of the update_info of weights that nobody holds
 TCP = "tcp"  # of those that the trainer serves
 
 
-class EngineLost(EngineError):
-    """The engine was started again before it had answered."""
-
-
-class NoWeights(RuntimeError):
-    """All engines wait for weights, and there will be none."""
-
-
 class EnginePool:
     """All replicas. A new request goes to the replica with the fewest of ours in flight.
 
@@ -67,10 +62,10 @@ class EnginePool:
         kinds: Sequence[EngineKind] | None = None,
         router: str | None = None,
         processes: Sequence[int] | None = None,
+        by_socket: bool = False,
     ) -> None:
-        """`kinds`: of each replica; None: all prefill and decode by themselves. `processes`: of each replica that hold
-        weights, as far as it may be started again; None: one.
-        """
+        """`kinds`: of each replica; None: all prefill and decode by themselves. `processes`: of each that hold weights,
+        as far as it may be started again; None: one. `by_socket`: requests to sample go over one connection."""
         named = config.api_key_var
         key = users_key("inference.api_key_var", named, "API key of the engines") if named else keys.generate
         self.control = {"Authorization": f"Bearer {keys.control}"}
@@ -84,6 +79,7 @@ class EnginePool:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),  # uvicorn closes idle ones after 5 s
             timeout=aiohttp.ClientTimeout(total=config.request_timeout_s),
         )
+        self.sockets = [SamplingSocket(self.session, url, self._call) for url in urls] if by_socket else []
         self.in_flight = [0] * len(urls)
         self.sleep_level = config.sleep_level
         self.version = 0  # that all replicas are known to serve
@@ -106,6 +102,7 @@ class EnginePool:
         self.clock = UpdateClock()
 
     async def close(self) -> None:
+        await asyncio.gather(*(socket.close() for socket in self.sockets))
         await self.session.close()
 
     async def wait_healthy(self, timeout_s: float) -> None:
@@ -132,6 +129,8 @@ class EnginePool:
         self.restarts += 1
         self.serving[index] = False
         self.returned.discard(index)
+        if self.sockets:
+            self.sockets[index].leave()
         if not any(self.serving):
             self.any_serving.clear()
         ended, self.ended[index] = self.ended[index], asyncio.Event()
@@ -224,7 +223,10 @@ class EnginePool:
         the wait. The same word tells a failure that came of dying from another one; who is `patient` waits for it.
         """
         ended = self.ended[index]
-        call = asyncio.ensure_future(self._call("POST", self.urls[index], route, body))
+        if self.sockets and route == GENERATE and body is not None:
+            call = asyncio.ensure_future(self.sockets[index].ask(body))
+        else:
+            call = asyncio.ensure_future(self._call("POST", self.urls[index], route, body))
         end = asyncio.ensure_future(ended.wait())
         try:
             await asyncio.wait([call, end], return_when=asyncio.FIRST_COMPLETED)
