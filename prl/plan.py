@@ -2,7 +2,8 @@
 
 --commands prints every process of every node with its environment, and what vLLM is given in it. --freeze writes the
 plan into output_dir, for roles that are started by hand. --emit=k8s|skypilot prints a manifest that runs the point.
---forecast says how long a step takes, what bounds it, what goes over which link and what a rank holds at its peak.
+--forecast says how long a step takes, what bounds it, what goes over which link and what a rank holds at its peak;
+--recipes which memory recipes fit, and how fast they are.
 """
 
 from __future__ import annotations
@@ -91,17 +92,41 @@ def forecast_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
     return show_forecast
 
 
+def recipes_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
+    def show_recipes(config: RunConfig) -> int:
+        from prl.forecast.hardware import load_hardware
+        from prl.forecast.recipes import recipes, render
+
+        hardware = load_hardware(arguments.hardware) if arguments.hardware else load_hardware()
+        if arguments.gpu_gib is not None:
+            hardware = hardware.model_copy(update={"memory_gib": arguments.gpu_gib})
+        found = recipes(hardware, config, arguments.completion_tokens, arguments.prompt_tokens)
+        print(render(found, config, hardware))
+        return 0
+
+    return show_recipes
+
+
 def refuse_with_forecast(arguments: argparse.Namespace) -> None:
-    """Leave with code 2 for what a forecast is not printed with."""
+    """Leave with code 2 for what a forecast, or a table of recipes, is not printed with."""
     from prl.config.errors import UserError
 
-    if arguments.emit or arguments.way not in (None, show_json):
+    error = None
+    if arguments.recipes and (arguments.forecast or arguments.emit or arguments.way is not None):
+        error = UserError(
+            "Memory recipes are printed alone.",
+            where="--recipes",
+            why="they are a table of many points, and nothing is frozen for it",
+            fix="leave --forecast, --json, --emit, --freeze and --commands out",
+        )
+    elif arguments.forecast and (arguments.emit or arguments.way not in (None, show_json)):
         error = UserError(
             "A forecast is printed alone.",
             where="--forecast",
             why="nothing is frozen for it, and its tables or JSON are all that stands on standard output",
             fix="leave --emit, --freeze and --commands out",
         )
+    if error is not None:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
 
@@ -140,6 +165,8 @@ python -m prl.plan [-cn JOB] [overrides]      which role runs where, and what it
                                               the same as a manifest (launch/README.md)
   --forecast [--json] [--hardware=h200_ib400] [--completion-tokens=MEAN] [--prompt-tokens=N]
                                               seconds of a step, bytes by link, peak of a rank (prl/forecast/README.md)
+  --recipes [--gpu-gib=N] [--hardware=h200_ib400] [--completion-tokens=MEAN] [--prompt-tokens=N]
+                                              memory recipes from the fastest to the smallest, and which of them fit
 """
 
 
@@ -153,6 +180,8 @@ def main() -> None:
     for flag in site:
         parser.add_argument(flag, default="")
     parser.add_argument("--forecast", action="store_true")
+    parser.add_argument("--recipes", action="store_true")
+    parser.add_argument("--gpu-gib", type=float)
     of_forecast = {"--hardware": str, "--completion-tokens": int, "--prompt-tokens": int}
     for flag, kind in of_forecast.items():
         parser.add_argument(flag, type=kind)
@@ -164,11 +193,13 @@ def main() -> None:
     if not arguments.emit and any(getattr(arguments, flag[2:]) for flag in site):
         parser.error(f"{', '.join(site)} belong to --emit=k8s or --emit=skypilot")
     given = [flag for flag in of_forecast if getattr(arguments, flag[2:].replace("-", "_")) is not None]
-    if given and not arguments.forecast:
-        parser.error(f"{', '.join(of_forecast)} belong to --forecast")
-    if arguments.forecast:
-        refuse_with_forecast(arguments)
-        arguments.way = forecast_of(arguments)
+    if given and not (arguments.forecast or arguments.recipes):
+        parser.error(f"{', '.join(of_forecast)} belong to --forecast and --recipes")
+    if arguments.gpu_gib is not None and not (arguments.recipes and arguments.gpu_gib > 0):
+        parser.error("--gpu-gib belongs to --recipes" if not arguments.recipes else "--gpu-gib is above 0")
+    refuse_with_forecast(arguments)
+    if arguments.forecast or arguments.recipes:
+        arguments.way = (recipes_of if arguments.recipes else forecast_of)(arguments)
     if arguments.emit:
         refuse_with_emit(arguments, rest)
         arguments.way = manifest_of(arguments)
