@@ -167,6 +167,8 @@ def test_what_saves_memory(less: list[str], more: list[str]) -> None:
         (["memory_recipe.ac.mode=full", "memory_recipe.ac.freq=2"], 1),
         (["memory_recipe.ac.mode=selective", "memory_recipe.ac.targets=[attn_proj,mlp]"], None),  # o_proj waits
         (["memory=lora"], 0),
+        (["memory_recipe.optim_cpu_offload=full"], 0),
+        (["model.dtype=float32"], 0),
         (["memory_recipe.ac_offloading.enabled=true"], 0),
         (["parallelism.dp_shard=2", "deployment.num_train_gpus=2"], 0),
     ],

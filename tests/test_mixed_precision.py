@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import EACH, family_card
+from test_hf_causal_lm import plain_model
 from tiny import random_model
 from torch import nn
 from torch._dynamo.utils import counters
@@ -14,10 +15,12 @@ from trainer_ranks import Job, build_policy, rows_of
 
 from prl.models.adapters.lora import is_adapter, whole_tensor
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
+from prl.models.experts.routing import Router
+from prl.models.layers.latent_attention import LatentAttention
 from prl.models.sharding import is_sharded
 from prl.models.state_space.mixer import Decay
 from prl.planning.run_plan import MeshPlan
-from prl.trainer import parallelize
+from prl.trainer import mixed_precision, parallelize
 from prl.trainer.mixed_precision import compute_in
 from prl.trainer.world import build_world
 
@@ -75,6 +78,66 @@ def test_recipes_are_those_of_fsdp(policies, recipe):
     assert {is_adapter(key) for key in found} == {recipe == "lora"}
     for key, gradient in wanted.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()), msg=key)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm_moe_dsa shared choices"])
+def test_a_look_between_forward_and_backward_changes_nothing(policies, name, mode):
+    """Layers are repeated after it, with what it left for them to read."""
+    plain, sharded = policies(name, f"memory_recipe.ac.mode={mode}")
+    for policy in (plain, sharded):
+        first, second = rows_of(1)[:2]
+        stats = policy.forward(first)
+        with torch.no_grad():
+            policy.forward(second)
+        stats.logp.sum().backward()
+    for found, wanted in zip(plain.model.parameters(), sharded.model.parameters(), strict=True):
+        if wanted.grad is not None:
+            torch.testing.assert_close(found.grad, whole_tensor(wanted.grad), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_latents_are_made_by_the_weight_itself(policies, name, monkeypatch):
+    plain, _ = policies(name)
+    monkeypatch.setattr(LatentAttention, "_measured", lambda self: pytest.fail("it is a linear of no other kind"))
+    plain.forward(rows_of(1)[0])
+
+
+@pytest.mark.parametrize("name", [*EACH.values(), "gpt2", "mixtral"])
+def test_little_is_cast_before_the_model_runs(name):
+    model = plain_model(name) if name in ("gpt2", "mixtral") else random_model(family_card(name))
+    whole = sum(param.numel() for param in model.parameters())
+    compute_in(model, torch.bfloat16)
+    routers = sum(m.weight.numel() for m in model.modules() if isinstance(m, Router))
+    vectors = sum(param.numel() for param in model.parameters() if param.dim() == 1)
+    casts = []
+    wanted = mixed_precision.CastTogether
+    before = wanted.apply
+
+    class Seen:
+        @staticmethod
+        def apply(dtype, *params):
+            casts.extend(params)
+            return before(dtype, *params)
+
+    mixed_precision.CastTogether = Seen
+    try:
+        for hook in model._forward_pre_hooks.values():
+            hook(model, ())
+    finally:
+        mixed_precision.CastTogether = wanted
+    assert 0 < sum(param.numel() for param in casts) <= vectors + routers < whole / 5
+
+
+def test_parameters_that_were_replaced_are_read():
+    model = random_model(family_card("qwen3"))
+    compute_in(model, torch.bfloat16)
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    for hook in model._forward_pre_hooks.values():
+        hook(model, ())
+    for name, param in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        assert torch.equal(getattr(model.get_submodule(owner), attribute), param.to(torch.bfloat16)), name
 
 
 @pytest.mark.slow

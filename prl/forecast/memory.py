@@ -58,7 +58,7 @@ def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
     first_kept = len(layers) - offloaded(s.config.memory_recipe, len(layers))
     recipes = {id(layer): apply_recipe(s, layer) for layer in layers}
     kept = [recipes[id(layer)].kept * s.tokens for layer in layers]
-    cast = [recipes[id(layer)].cast * BF16 if s.alone and not s.frozen else 0.0 for layer in layers]
+    cast = [recipes[id(layer)].cast * BF16 if s.casts else 0.0 for layer in layers]
     on_device = [sum(kept[max(0, i + 1 - first_kept) : i + 1]) for i in range(len(layers))]
     whole = sum(gathered_bytes(s, layer) for layer in layers) if resident else 0.0
     last = layers[-1]

@@ -77,6 +77,12 @@ class Setting:
         return not self.before and goes_without_fsdp(self.config, self.mesh.size)
 
     @property
+    def casts(self) -> bool:
+        """Whether it is float32 that lies there, and another dtype that is read."""
+        held = not self.frozen and self.config.memory_recipe.optim_cpu_offload != "full"
+        return self.alone and held and self.config.model.dtype != "float32"
+
+    @property
     def frozen(self) -> bool:
         """Whether the weights themselves are not trained (LoRA)."""
         return self.config.memory_recipe.lora.rank > 0

@@ -49,7 +49,7 @@ class CompileClock:
 
 @functools.cache
 def warn_once(reason: str) -> None:
-    log.warning("torch.compile compiles a part of the layers in pieces, which is slower: %s", reason)
+    log.warning("torch.compile compiled something in pieces, which is slower: %s", reason)
 
 
 def warn_of_pieces() -> None:
@@ -57,7 +57,7 @@ def warn_of_pieces() -> None:
     from torch._dynamo.utils import counters  # seconds, for those who compile nothing
 
     for reason in counters["graph_break"]:
-        warn_once(reason.splitlines()[0])
+        warn_once(reason.partition("\n")[0])
 
 
 def apply_compile(model: Decoder, enabled: bool) -> None:

@@ -5,33 +5,30 @@ and backward, of the 9 that its step then takes on an H200 (documents of 4,096 t
 they are multiplied by, within whatever the layer compiles to, and autograd adds up gradients in float32 where the
 parameters are. The cast weights are saved for backward, 2 bytes a parameter, but by layers that are recomputed.
 
-What is no factor of a matrix product in the compute dtype (norms, biases, routers) is cast before the model runs, all
-at once: a compiler that fuses a cast with its use leaves out the rounding, and engines have rounded weights.
+Vectors, and matrices of products in float32 (routers), are cast before the model runs, all at once: a compiler that
+fuses a cast with its use leaves out the rounding, and engines have rounded weights.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prl.models.experts.stacked import Experts
-from prl.models.layers.mlp import Router
+from prl.models.experts.routing import Router
 from prl.models.state_space.mixer import keeps_float32
-
-FACTORS = (nn.Linear, nn.Embedding, Experts)  # modules whose matrices are cast where they are used
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Have every module of `model` read its floating-point parameters in `dtype`; names, `parameters()` and gradients
-    stay those of the parameters themselves. What states decay by stays float32, as under FSDP.
+    stay those of the parameters themselves, which `get_parameter` no longer finds. What states decay by stays float32,
+    as under FSDP.
 
     A module's class becomes one of its subclasses, the same for modules alike: compiled code serves all of them.
     """
-    first: dict[int, Early] = {}
+    readers: list[Reader] = []
     for module in model.modules():
         if keeps_float32(module):
             continue
@@ -41,28 +38,26 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         if names:
             kind: Any = type(module)
             module.__class__ = reading_in(kind, tuple(name for name in names if name not in early), early, dtype)
-        for name in early:
-            first.setdefault(id(held[name]), Early(held[name])).readers.append((module, name))
-    if first:
-        model.register_forward_pre_hook(lambda *_: cast_early(list(first.values()), dtype))
+        readers += [(module, name) for name in early]
+    if readers:
+        model.register_forward_pre_hook(lambda *_: cast_early(readers, dtype))
 
 
 def is_factor(module: nn.Module, param: Tensor) -> bool:
-    return isinstance(module, FACTORS) and not isinstance(module, Router) and param.dim() > 1
+    return param.dim() > 1 and not isinstance(module, Router)
 
 
-@dataclass
-class Early:
-    """A parameter that is cast before the model runs."""
-
-    param: Tensor
-    readers: list[tuple[nn.Module, str]] = field(default_factory=list)  # modules, and what they call it
+Reader = tuple[nn.Module, str]  # of a parameter that is cast before the model runs; what it calls it
 
 
-def cast_early(first: list[Early], dtype: torch.dtype) -> None:
-    for one, cast in zip(first, CastTogether.apply(dtype, *(one.param for one in first)), strict=True):
-        for module, name in one.readers:
-            module.__dict__[_place(name)] = cast
+def cast_early(readers: list[Reader], dtype: torch.dtype) -> None:
+    params = {id(param): param for module, name in readers if (param := module._parameters[name]) is not None}
+    cast = dict(zip(params, CastTogether.apply(dtype, *params.values()), strict=True))
+    if not torch.is_grad_enabled():
+        for key, param in params.items():  # a layer may be repeated after this for a pass that had gradients
+            cast[key].requires_grad_(param.requires_grad)
+    for module, name in readers:
+        module.__dict__[_place(name)] = cast[id(module._parameters[name])]
 
 
 class CastTogether(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
 
@@ -70,6 +70,13 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     rounded to 16 afterwards.
     """
     return F.linear(x, weight) if x.dtype in (torch.float32, torch.float64) else _WideProduct.apply(x, weight)
+
+
+class Router(nn.Linear):
+    """Its logits are not rounded to x's dtype; with adapters (LoRA) in its place they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return router_logits(x, self.weight)
 
 
 class _WideProduct(torch.autograd.Function):

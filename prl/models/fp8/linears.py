@@ -3,7 +3,8 @@
 Forward, input gradient and weight gradient all multiply e4m3 values; master weights, gradients, accumulation and what
 happens between the GEMMs stay as they were. Embeddings, LM head, router and norms are left alone. Weights are cast anew
 in each forward and backward pass, because sharded training holds them whole only then, and values kept from forward to
-backward would be another copy of the model. Activations are saved in bfloat16 and cast along tokens in backward.
+backward would be another copy of the model (which one rank by itself keeps, in bfloat16: `prl/trainer`). Activations
+are saved in bfloat16 and cast along tokens in backward.
 
 Linears that read the same input are one operation: it is cast once, and their input gradients are one GEMM.
 """

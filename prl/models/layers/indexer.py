@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
-from prl.models.experts.routing import router_logits
+from prl.models.experts.routing import Router, router_logits
 from prl.models.layers.rope import Rotation
 
 
@@ -24,7 +24,7 @@ class Indexer(nn.Module):
         self.wq_b = nn.Linear(card.q_lora_rank, self.heads * self.dim, bias=False)
         self.wk = nn.Linear(card.hidden_size, self.dim, bias=False)
         self.k_norm = nn.LayerNorm(self.dim, eps=1e-6)
-        self.weights_proj = nn.Linear(card.hidden_size, self.heads, bias=False)
+        self.weights_proj = Router(card.hidden_size, self.heads, bias=False)
         self.trained = False
         self.requires_grad_(False)
 

@@ -85,7 +85,7 @@ class LatentAttention(nn.Module):
 
     def of_heads(self) -> tuple[Tensor, Tensor]:
         """The matrices that make keys [Hq, D - R, C] and values [Hq, V, C] of the latent."""
-        plain = type(self.kv_b_proj) is nn.Linear  # and not one with adapters, or in FP8
+        plain = type(self.kv_b_proj).forward is nn.Linear.forward  # and not one with adapters, or in FP8
         weight = self.kv_b_proj.weight if plain else self._measured()
         weight = weight.view(-1, self.nope + self.value_dim, self.rank)
         return weight[:, : self.nope], weight[:, self.nope :]

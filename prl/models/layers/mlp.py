@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prl.config.schema import ModelCard
 from prl.models.experts.load import ExpertLoad
-from prl.models.experts.routing import Choice, RoutingRecorder, route, router_logits
+from prl.models.experts.routing import Choice, Router, RoutingRecorder, route
 from prl.models.experts.stacked import Experts
 
 
@@ -41,13 +41,6 @@ class SquaredReluMLP(DenseMLP):
     def activate(self, up: Tensor) -> Tensor:  # type: ignore[override]
         """[N, I] -> [N, I]."""
         return F.relu(up).square()
-
-
-class Router(nn.Linear):
-    """Its logits are not rounded to x's dtype; with adapters (LoRA) in its place they are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return router_logits(x, self.weight)
 
 
 class SparseMLP(nn.Module):
