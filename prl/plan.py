@@ -94,13 +94,13 @@ def forecast_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
 
 def recipes_of(arguments: argparse.Namespace) -> Callable[[RunConfig], int]:
     def show_recipes(config: RunConfig) -> int:
+        from prl.forecast.choices import choices, render
         from prl.forecast.hardware import load_hardware
-        from prl.forecast.recipes import recipes, render
 
         hardware = load_hardware(arguments.hardware) if arguments.hardware else load_hardware()
         if arguments.gpu_gib is not None:
             hardware = hardware.model_copy(update={"memory_gib": arguments.gpu_gib})
-        found = recipes(hardware, config, arguments.completion_tokens, arguments.prompt_tokens)
+        found = choices(hardware, config, arguments.completion_tokens, arguments.prompt_tokens)
         print(render(found, config, hardware))
         return 0
 

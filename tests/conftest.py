@@ -27,6 +27,20 @@ def pytest_configure_node(node):
     node.workerinput["markexpr"] = node.config.option.markexpr
 
 
+@pytest.fixture
+def world():
+    """Of one rank, in this process, on its CPU: what a trainer joins."""
+    import torch
+    import torch.distributed as dist
+
+    from prl.planning.run_plan import MeshPlan
+    from prl.trainer.world import build_world
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def plain_vllm(tmp_path_factory):
     """A server of vLLM whose weights and settings nobody changes, for who fires requests at it."""

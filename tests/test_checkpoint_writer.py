@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_processes import run_script, serve_rank
 from role_context import context_of
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from trainer_ranks import Job, build_policy, job_mesh, train_step
 
 from prl.config.errors import UserError
-from prl.planning.run_plan import MeshPlan
 from prl.runtime.process.failures import classify, error_record, parse_error_record
 from prl.runtime.process.guards import STOP_SIGNAL
 from prl.trainer.checkpoint import TrainerCheckpointer
@@ -40,13 +38,6 @@ DATA = "__0_0.distcp"  # what the first rank writes
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return str(moe_checkpoint(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture

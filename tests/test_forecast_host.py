@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from tiny import moe_checkpoint
 from trainer_ranks import Job, build_policy, job_config, train_step
 
@@ -19,21 +16,13 @@ from prl.forecast.memory import GIB
 from prl.forecast.report import as_json, render
 from prl.forecast.setting import Setting
 from prl.planning import make_plan
-from prl.planning.run_plan import MeshPlan
 from prl.trainer.memory.optimizer_offload import is_moment
-from prl.trainer.world import World, build_world
+from prl.trainer.world import World
 
 STAGED, MOMENTS, SENT = "checkpoints in the background", "optimizer on the host", "weights for engines"
 LARGE = ["model=qwen3_235b_a22b", "model.path=null", "model.tokenizer=byte", "warm_start=none", "inference=vllm",
          "deployment=multi_node", "deployment.num_train_nodes=8", "deployment.num_infer_nodes=8", "inference.tp=8",
          "parallelism.ep=8", "memory=tight", "optim=adamw"]  # fmt: skip
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon", "sgd"])

@@ -1,4 +1,6 @@
-"""The LM head in chunks: the same numbers and gradients as whole, and never more logits than one chunk."""
+"""The LM head in chunks: the same numbers and gradients as whole, and no more logits than wait for backward."""
+
+import weakref
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prl.trainer.head import head as head_module
 from prl.trainer.head.head import logprob_head
 
 
@@ -79,6 +82,30 @@ def test_gradients_by_finite_differences():
             down = loss(hidden, weight).item()
             flat[i] = old
             assert (up - down) / (2 * step) == pytest.approx(grad[i].item(), abs=2e-3)
+
+
+@pytest.mark.parametrize(("chunk", "most"), [("auto", 2), (4, 1)])
+def test_no_more_logits_than_those_that_wait_are_there_at_once(monkeypatch, chunk, most):
+    """With "auto" of two chunks, with a size of one: in forward one more while it is computed, in backward no more."""
+    monkeypatch.setattr(head_module, "AUTO_CHUNK_TOKENS", 4)
+    alive, seen = weakref.WeakSet(), []
+    make = head_module._chunk_logits
+
+    def counted(*args):
+        made = make(*args)
+        alive.add(made)
+        seen.append(len(alive))
+        return made
+
+    monkeypatch.setattr(head_module, "_chunk_logits", counted)
+    gradient = head_module._gradient
+    in_place = lambda logits, *numbers: logits.copy_(gradient(logits, *numbers))  # noqa: E731, as kernels do
+    monkeypatch.setattr(head_module, "_gradient", in_place)
+    hidden, weight = torch.randn(14, 4, requires_grad=True), torch.randn(30, 4, requires_grad=True)
+    logp, _ = logprob_head(torch.arange(14), torch.arange(14), 1.0, chunk)(hidden, weight)
+    assert (len(seen), len(alive), max(seen)) == (4, most, most)
+    logp.sum().backward()
+    assert (len(seen), len(alive), max(seen)) == (8 - most, 0, most), "those that waited were not computed again"
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight"])

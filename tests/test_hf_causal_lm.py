@@ -7,7 +7,6 @@ import pytest
 import runs
 import tiny
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config import compose
@@ -21,12 +20,10 @@ from prl.models.families.hf_causal_lm import HFCausalLM, build_hf_model
 from prl.models.layers.packed_attention import packed_attention
 from prl.models.names import transformers as hf_names
 from prl.models.names.transformers import checkpoint_regions
-from prl.planning.run_plan import MeshPlan
 from prl.trainer import parallelize
 from prl.trainer.memory.activation_offload import apply_activation_offload
 from prl.trainer.optim import build_optimizers
 from prl.trainer.parallelize import build_model
-from prl.trainer.world import build_world
 
 DOCS = [7, 1, 12, 5]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -138,13 +135,6 @@ def test_logits_of_packed_documents_are_those_of_each_document_alone(family, tmp
     model = plain_model(family)
     ours = adapt(model, tmp_path)
     assert check_packed(ours, model).std() > 0.01
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def hf_config(card, *overrides):

@@ -4,26 +4,16 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from role_context import context_of
 from runs import rows
 from safetensors.torch import load_file
 
 from prl.config import compose
 from prl.planning import make_plan, warm_start_plan
-from prl.planning.run_plan import MeshPlan
 from prl.trainer.loops.sft_loop import SftTrainer
-from prl.trainer.world import build_world
 
 SMALL = ["max_steps=3", "sft.batch_size=2", "seq_len=64", "sft.val_rows=2", "sft.val_interval=0", "ckpt=none",
          "ckpt.export_hf=false", "ckpt.asynchronous=false"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from role_context import context_of
 from runs import rows
 from test_head import Largest
@@ -20,7 +19,6 @@ from prl.bench.trainer import TrainerBench
 from prl.config import compose
 from prl.models.adapters.lora import LoraLinear, whole_tensor
 from prl.models.checkpoints.sources import random_checkpoint
-from prl.planning.run_plan import MeshPlan
 from prl.trainer import parallelize
 from prl.trainer import policy as policy_module
 from prl.trainer.loops import publishing
@@ -28,7 +26,6 @@ from prl.trainer.loops.rl_step import backward_rl
 from prl.trainer.loops.saving import Saving
 from prl.trainer.parallelize import apply_expert_parallelism, expert_modules
 from prl.trainer.policy import context_group, seed_everything
-from prl.trainer.world import build_world
 from prl.trainer.writer.process import WriterProcess
 from prl.transport.documents import Document
 from prl.transport.packing import build_micro_batch
@@ -37,13 +34,6 @@ from prl.transport.packing import build_micro_batch
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return str(moe_checkpoint(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import runs
 import tiny
 import torch
-import torch.distributed as dist
 from test_hf_causal_lm import card_of, plain_model
 from tiny import moe_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
@@ -20,11 +19,9 @@ from prl.models.checkpoints.reading import load_model
 from prl.models.layers.packed_attention import packed_attention
 from prl.planning import warm_start_key, warm_start_plan
 from prl.planning.planner import make_plan
-from prl.planning.run_plan import MeshPlan
 from prl.trainer.loops.export import base_name, export_policy
 from prl.trainer.parallelize import build_model
 from prl.trainer.policy import Policy
-from prl.trainer.world import build_world
 
 LORA = ["memory=lora", "memory_recipe.lora.targets=[q_proj,k_proj,v_proj,o_proj,experts]"]
 IDS = torch.arange(30) * 7 % tiny.VOCAB
@@ -33,13 +30,6 @@ IDS = torch.arange(30) * 7 % tiny.VOCAB
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return moe_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def logits_of(model):

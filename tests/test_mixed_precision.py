@@ -4,7 +4,6 @@ has it, in every family, and without FSDP.
 
 import pytest
 import torch
-import torch.distributed as dist
 from families import EACH, family_card
 from test_hf_causal_lm import plain_model
 from tiny import random_model
@@ -19,17 +18,8 @@ from prl.models.experts.routing import Router
 from prl.models.layers.latent_attention import LatentAttention
 from prl.models.sharding import is_sharded
 from prl.models.state_space.mixer import Decay
-from prl.planning.run_plan import MeshPlan
 from prl.trainer import mixed_precision, parallelize
 from prl.trainer.mixed_precision import compute_in
-from prl.trainer.world import build_world
-
-
-@pytest.fixture(scope="module")
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture

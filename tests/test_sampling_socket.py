@@ -14,11 +14,13 @@ from fake_engine import SAMPLING
 from hypothesis import given
 from hypothesis import strategies as st
 from inference_server import TOKEN, Client, running_server, slow_steps
+from role_context import context_of
 
 from prl.config import compose
 from prl.config.schema import InferenceConfig
 from prl.inference import socket_route
 from prl.inference.socket_route import Conversation
+from prl.orchestrator import neighbours
 from prl.orchestrator.engines import pool as engines
 from prl.orchestrator.engines.answers import LARGE, EngineError
 from prl.orchestrator.engines.pool import EnginePool
@@ -169,25 +171,27 @@ def test_a_bad_request_fails_alone(server: Client):
 
 
 def test_cancelling_ends_one_and_hanging_up_ends_all(server: Client):
+    """Long before they would have ended by themselves, after 8 seconds."""
+
     async def running(count: int) -> None:
-        while server.get("/load").body["server_load"] != count:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(4):
+            while server.get("/load").body["server_load"] != count:
+                await asyncio.sleep(0.01)
 
     async def scenario():
         async with socket_to(server.port) as socket:
-            tasks = [asyncio.create_task(socket.ask(body(str(n), 60, n))) for n in range(3)]
+            tasks = [asyncio.create_task(socket.ask(body(str(n), 160, n))) for n in range(3)]
             await running(3)
             tasks[1].cancel()
             await running(2)
-            assert (await tasks[0])["request_id"] == "0"
-            further = [asyncio.create_task(socket.ask(body(str(n), 60, n))) for n in range(4)]
-            await running(4 + (not tasks[2].done()))
-        ended = await asyncio.gather(*further, return_exceptions=True)
-        assert all(isinstance(one, EngineError) and one.lost for one in ended)
+            assert (await socket.ask(body("short", 2)))["request_id"] == "short"
+            assert not tasks[0].done()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(ended[1], asyncio.CancelledError)
+        assert all(isinstance(one, EngineError) and one.lost for one in (ended[0], ended[2]))
         await running(0)
-        await asyncio.gather(*tasks, return_exceptions=True)
 
-    with slow_steps(0.02):
+    with slow_steps(0.05):
         asyncio.run(scenario())
 
 
@@ -364,6 +368,33 @@ def test_the_pool_asks_so(server: Client):
     assert len(asyncio.run(scenario())) == 1, "of one seed"
 
 
+def test_what_is_asked_of_a_lost_engine_goes_over_another_connection(server: Client):
+    """The old one may be that of a host that is gone, and never end."""
+
+    async def scenario():
+        async with pool_to(server.port) as pool:
+            await ask(pool, "a")
+            before = pool.sockets[0].link
+            pool.lose(0)
+            assert before.retired
+            assert pool.sockets[0].link is None
+            assert (await pool.sockets[0].ask(body("b", 1)))["request_id"] == "b"
+            assert pool.sockets[0].link is not before
+
+    asyncio.run(scenario())
+
+
+def test_servers_that_are_leased_are_asked_by_post(tmp_path):
+    """Who holds the lease is asked with each request."""
+
+    async def scenario(port: int):
+        async with socket_to(port) as socket:
+            return await socket.ask(body())
+
+    with running_server([], tmp_path) as leased:
+        assert "by_post" in asyncio.run(scenario(leased.port))
+
+
 def test_an_engine_that_is_started_again_is_found_again(tmp_path, monkeypatch):
     """At another port, as no two servers of a test can have the same; the pool is told that the first one is lost."""
     monkeypatch.setattr(engines, "NOTICE_S", 0.1)
@@ -415,6 +446,16 @@ def test_long_answers_are_asked_for_by_post():
     assert longest_answer(compose([])) < LARGE
     long = ["model=qwen3_30b_a3b", "seq_len=8192", "inference.max_model_len=8192"]
     assert longest_answer(compose([*long, "inference.return_routed_experts=true"])) >= LARGE
+
+
+@pytest.mark.parametrize(("large", "by_socket"), [(LARGE, True), (1000, False)])
+def test_runs_ask_over_one_connection_where_answers_are_short(tmp_path, monkeypatch, large, by_socket):
+    ctx, told = context_of(tmp_path / "run", role="orchestrator"), []
+    monkeypatch.setattr(neighbours, "LARGE", large)
+    ctx.endpoints["inference/0"] = "http://127.0.0.1:9"
+    monkeypatch.setattr(neighbours, "EnginePool", lambda *_, by_socket: told.append(by_socket))
+    neighbours.own_engines(ctx)
+    assert told == [by_socket]
 
 
 def test_an_answer_may_come_in_parts_between_those_of_others():

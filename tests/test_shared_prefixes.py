@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from families import SIZES, family_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,9 +28,7 @@ from prl.models.layers.packed_attention import BY_HAND_TOKENS, packed_attention
 from prl.models.layers.prefix_attention import PrefixAttention, PrefixPlan
 from prl.models.layers.shared_prefixes import SharedPrefixes
 from prl.orchestrator.batching import imbalance
-from prl.planning.run_plan import MeshPlan
 from prl.trainer.head.head import logprob_head
-from prl.trainer.world import build_world
 from prl.transport.batch import MicroBatch, TrainBatch
 from prl.transport.documents import LEAST, Document, alike, items_of
 from prl.transport.packing import pack_for_ranks
@@ -262,13 +259,6 @@ def test_running_shared_tokens_once_trains_the_same(name, chunk, length):
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("replay", [False, True])

@@ -42,13 +42,6 @@ def model_path(tmp_path_factory):
     return str(moe_checkpoint(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
-    dist.destroy_process_group()
-
-
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 SCHEDULES = [

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from prl.config import compose
+from prl.forecast.choices import LESS, candidates, choices, render, words_of
 from prl.forecast.hardware import load_hardware
 from prl.forecast.memory import GIB, peak_memory
-from prl.forecast.recipes import LESS, candidates, recipes, render, words_of
 from prl.forecast.setting import Setting
 
 BENCH = ["deployment=colocated", "model.path=null", "model.tokenizer=byte", "optim=adamw"]
@@ -20,7 +20,7 @@ def found_of(*words: str, gib: float | None = None):
     hardware = load_hardware()
     if gib is not None:
         hardware = hardware.model_copy(update={"memory_gib": gib})
-    return config, hardware, recipes(hardware, config)
+    return config, hardware, choices(hardware, config)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,14 @@ def test_where_nothing_fits_it_says_what_else_there_is() -> None:
     config, hardware, found = found_of("model=qwen3_4b", "bench.doc_len=16384", gib=4.0)
     assert not any(recipe.fits for recipe in found)
     assert "none of them fits: more ranks" in render(found, config, hardware)
+
+
+def test_host_memory_that_slurm_does_not_give_is_too_large() -> None:
+    words = ["model=qwen3_4b", "warm_start=none", "optim=adamw", "seq_len=16384", "ckpt=none"]
+    found = [choices(load_hardware(), compose([*words, *more])) for more in ([], ["slurm.mem=20G"])]
+    assert all(one.fits for one in found[0])
+    assert {one.fits for one in found[1] if one.host_gib < 20} == {True}
+    assert {one.fits for one in found[1] if one.host_gib > 20} == {False}
 
 
 def test_what_rules_refuse_is_not_tried() -> None:

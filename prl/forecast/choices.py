@@ -30,7 +30,7 @@ ROOM = 0.04  # of a GPU, that the forecast of a peak may be wrong by and PyTorch
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Choice:
     """One choice for `memory_recipe`."""
 
     words: tuple[str, ...]  # that say it on a command line
@@ -41,14 +41,14 @@ class Recipe:
     fits: bool
 
 
-def recipes(hardware: Hardware, config: RunConfig, mean: int | None = None, prompt: int | None = None) -> list[Recipe]:
+def choices(hardware: Hardware, config: RunConfig, mean: int | None = None, prompt: int | None = None) -> list[Choice]:
     """The fastest first, each next one smaller. mean, prompt: tokens of completions and prompts, as `workload_of`
     takes them. Raises UserError for a job without a trainer.
     """
     work = workload_of(config, mean, prompt)
     found = [measure(hardware, one, words, work) for one, words in candidates(config)]
     found.sort(key=lambda recipe: (recipe.seconds, recipe.peak_gib))
-    best: list[Recipe] = []
+    best: list[Choice] = []
     for recipe in found:
         if not best or recipe.peak_gib < best[-1].peak_gib * LESS:
             best.append(recipe)
@@ -97,13 +97,13 @@ def words_of(recipe: MemoryConfig) -> tuple[str, ...]:
     return tuple(f"memory_recipe.{word}" for word in said)
 
 
-def measure(hardware: Hardware, config: RunConfig, words: tuple[str, ...], work: Workload) -> Recipe:
+def measure(hardware: Hardware, config: RunConfig, words: tuple[str, ...], work: Workload) -> Choice:
     plan, heaviest = make_plan(config), Setting(hardware, config, max(work.laps, key=sum))
     seconds = timing_of(hardware, plan, work).trainer_s
     peak, host, limit = peak_memory(heaviest, len(work.laps)), sum(host_memory(heaviest).values()), limit_of(config)
     world = world_of(config)
     room = hardware.memory_gib * (1 - (world.overlapping_part or 0.0)) * (1 - ROOM)
-    return Recipe(
+    return Choice(
         words,
         seconds,
         work.tokens / seconds / world.mesh.size,
@@ -113,7 +113,7 @@ def measure(hardware: Hardware, config: RunConfig, words: tuple[str, ...], work:
     )
 
 
-def render(found: list[Recipe], config: RunConfig, hardware: Hardware) -> str:
+def render(found: list[Choice], config: RunConfig, hardware: Hardware) -> str:
     """The table, and the command's words of the fastest that fits."""
     base = "memory=lora" if config.memory_recipe.lora.rank else "memory=none"
     head = f"a rank on a GPU of {hardware.memory_gib:.5g} GiB, by the rates of {hardware.name} (prl/forecast/README.md)"
