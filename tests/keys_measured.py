@@ -29,6 +29,7 @@ MEASURED = {
     "algo.overlong_buffer": "test_keys_orchestrator.py::test_advantages_are_those_asked_for",
     "bench.baseline_checkpointing": "test_keys_trainer.py::test_plain_transformers_recomputes_where_told_so",
     "bench.doc_len": "test_bench.py::test_document_lengths",
+    "bench.experts": "test_keys_trainer.py::test_experts_of_a_benchmark_are_chosen_evenly_where_told_so",
     "bench.lengths": "test_bench.py::test_document_lengths",
     "bench.prompt_len": "test_keys_trainer.py::test_documents_of_a_benchmark_begin_with_one_prompt",
     "bench.micro_batches": "test_keys_trainer.py::test_a_benchmark_takes_as_many_rows_and_steps_as_told",

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from tiny import moe_card
 
 from prl.bench.measurement import PHASES, summarise_ranks
 from prl.bench.profile import _account_intervals, covered, group_of
@@ -189,7 +190,7 @@ def test_document_lengths():
 
 def test_rows_depend_on_the_data_rank_and_on_nothing_else_of_the_mesh():
     bench_config = BenchConfig(doc_len=16, micro_batches=2)
-    first, again, other = (make_rows(bench_config, 32, 100, 0, 1, rank) for rank in (0, 0, 1))
+    first, again, other = (make_rows(bench_config, 32, moe_card(), 0, 1, rank) for rank in (0, 0, 1))
     assert (first[0].input_ids == again[0].input_ids).all()
     assert (first[0].input_ids != other[0].input_ids).any()
     assert (first[0].input_ids != first[1].input_ids).any()

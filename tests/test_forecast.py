@@ -21,8 +21,8 @@ from prl.forecast.attention import attention_parts
 from prl.forecast.cost import total
 from prl.forecast.forecast import forecast
 from prl.forecast.hardware import load_hardware
-from prl.forecast.layers import layers_of, root_weights
-from prl.forecast.memory import GIB, moments, peak_memory, whole_gradients
+from prl.forecast.layers import layers_in_order, layers_of, root_weights
+from prl.forecast.memory import GIB, moments, peak_memory, units_of, whole_gradients
 from prl.forecast.parts import moved_rows, parts_of_a_token
 from prl.forecast.report import render
 from prl.forecast.rollout import Fleet, cache_bytes, fleet_of, number_bytes, rollouts_of, room_for_cache
@@ -293,11 +293,15 @@ def test_reductions_in_bfloat16_send_half(layout: list[str]) -> None:
     assert sum(whole_gradients(narrow, layer)) == pytest.approx(sum(whole_gradients(wide, layer)) * 4 / 6)
 
 
-def test_experts_that_are_whole_on_their_rank_are_reduced_in_float32() -> None:
-    s = bench("model=qwen3_30b_a3b", "deployment.num_train_gpus=4", "parallelism.dp_shard=4", "parallelism.ep=4",
-              "parallelism.reduce_dtype=bfloat16")  # fmt: skip
-    layer = layers_of(s)[0][1]
-    assert sum(whole_gradients(s, layer)) == layer.dense * 4 + layer.experts / 4 * 6
+def test_experts_that_are_whole_on_their_rank_are_reduced_in_float32_or_not_by_fsdp() -> None:
+    """Activation offloading leaves them to FSDP."""
+    run = ["model=qwen3_30b_a3b", "deployment.num_train_gpus=4", "parallelism.dp_shard=4", "parallelism.ep=4",
+           "parallelism.reduce_dtype=bfloat16"]  # fmt: skip
+    for offloads, experts in (("false", 0), ("true", 6)):
+        s = bench(*run, f"memory_recipe.ac_offloading.enabled={offloads}")
+        layer = layers_of(s)[0][1]
+        assert sum(whole_gradients(s, layer)) == layer.dense * 4 + layer.experts / 4 * experts
+        assert len(units_of(s, layers_in_order(s))) == (48 if experts else 12)  # four layers without their experts
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])

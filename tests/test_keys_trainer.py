@@ -19,6 +19,7 @@ from prl.bench.trainer import TrainerBench
 from prl.config import compose
 from prl.models.adapters.lora import LoraLinear, whole_tensor
 from prl.models.checkpoints.sources import random_checkpoint
+from prl.models.experts.stacked import Experts
 from prl.trainer import parallelize
 from prl.trainer import policy as policy_module
 from prl.trainer.loops import publishing
@@ -289,10 +290,31 @@ def test_documents_of_a_benchmark_begin_with_one_prompt(world, tmp_path):
     (shared, loss), (whole, wanted) = figures
     assert shared < 0.8 * whole
     assert loss == pytest.approx(wanted, abs=1e-6)
-    row = make_row(ctx.plan.config.bench, 32, 100, np.random.default_rng(0), share=True)
+    row = make_row(ctx.plan.config.bench, 32, ctx.plan.config.model.card, np.random.default_rng(0), share=True)
     assert row.shared_lens.tolist() == [0, 8]
     assert row.input_ids[:8].tolist() == row.input_ids[20:28].tolist()
     assert row.loss_mask.tolist() == [False] * 8 + [True] * 12 + [False] * 8 + [True] * 4
+
+
+def test_experts_of_a_benchmark_are_chosen_evenly_where_told_so(world, tmp_path):
+    """A row's record says so, and the trainer replays it."""
+    loads, seen = {}, []
+
+    def see(module, given):
+        seen.append((module.num_experts, given[2]))
+
+    for said in ("router", "even"):
+        told = ["bench.doc_len=512", "bench.steps=1", "bench.warmup_steps=0", f"bench.experts={said}"]
+        bench = TrainerBench(context_of(tmp_path / said, *told, job="bench"), world)
+        for module in bench.policy.model.modules():
+            if isinstance(module, Experts):
+                module.register_forward_pre_hook(see)
+        bench.run()
+        counts = [torch.bincount(chosen.flatten(), minlength=experts) for experts, chosen in seen]
+        loads[said] = max((count.max() / count.float().mean()).item() for count in counts)
+        assert all((chosen.sort(dim=1).values.diff(dim=1) > 0).all() for _, chosen in seen)  # K different ones
+        seen.clear()
+    assert loads["even"] < 1.3 < loads["router"], loads
 
 
 def test_a_benchmark_draws_its_weights_or_reads_them(world, tmp_path):

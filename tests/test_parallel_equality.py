@@ -37,6 +37,17 @@ NODES = {
     "ep8, 2 nodes of 4": ("ep8", nodes_of(2, 4)),
     "ep4 cp2 tight, 4 nodes of 2": ("ep8_cp2", ["parallelism.ep=4", "memory=tight", *nodes_of(4, 2)]),
 }
+TWO_LAYERS = 20_000  # parameters: more than one layer has, and less than two
+UNITS = [
+    ("one layer", 0, []),
+    ("two layers", TWO_LAYERS, []),
+    ("two layers, tight", TWO_LAYERS, ["memory=tight"]),
+    (
+        "two layers, fsdp_cpu_offload",
+        TWO_LAYERS,
+        ["memory_recipe.fsdp_cpu_offload=true", "memory_recipe.ac={mode: full, freq: 3}"],
+    ),
+]
 RECIPES = ["balanced", "selective", "tight", "cpu_offload"]
 LEVERS = {
     "optim_cpu_offload=full": "memory_recipe.optim_cpu_offload=full",
@@ -121,6 +132,8 @@ def parallel(model_path, tmp_path_factory):
         jobs[layout, "lora"] = make_job(model_path, layout, *LORA, *LAYOUTS[layout])
     jobs |= {("nodes", name): make_job(model_path, layout, *more) for name, (layout, more) in NODES.items()}
     jobs["ep2", "bfloat16"] = make_job(model_path, "ep2", "model.dtype=bfloat16")
+    for name, least, more in UNITS:
+        jobs["units", name] = make_job(model_path, "fsdp", *more, unit_parameters=least)
     jobs["ep2_cp2", "slow"] = make_job(model_path, "ep2_cp2", *LAYOUTS["ep2_cp2"], slow=True)
     return run_worlds(jobs, tmp_path_factory.mktemp("worlds"))
 
@@ -159,6 +172,16 @@ LORA_COMBINED = [("ep2", lever) for lever in LORA_LEVERS] + [(layout, "lora toge
 @pytest.mark.parametrize(("layout", "recipe"), CASES)
 def test_three_steps_equal_one_process(plain, parallel, layout, recipe):
     assert_equal(parallel[layout, recipe], plain)
+
+
+@pytest.mark.parametrize(("name", "least", "_"), UNITS)
+def test_layers_are_gathered_together_or_one_by_one(plain, parallel, name, least, _):
+    got = parallel["units", name]
+    assert got["fsdp_units"] == (LAYERS if least == 0 else LAYERS / 2)
+    assert parallel["fsdp", "none"]["fsdp_units"] == 1  # they are small
+    assert parallel["ep2", "none"]["fsdp_units"] == 1  # FSDP has nothing to do with their experts
+    assert parallel["ep2_cp2", "none"]["fsdp_units"] == LAYERS  # here it has
+    assert_equal(got, plain)
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,7 @@ import pytest
 
 from prl.config import compose
 from prl.config.schema import DeploymentConfig, ModelCard, ModelConfig, ParallelismConfig, RunConfig
-from prl.config.world import Mesh, largest_ep, world_of
+from prl.config.world import UNIT_PARAMETERS, Mesh, fsdp_units, largest_ep, world_of
 from prl.planning import make_plan
 from prl.planning.render import mixed_environments, render_plan
 
@@ -97,3 +97,16 @@ def test_environments_that_are_mixed_are_told(overrides, told):
     plan = make_plan(compose(["warm_start=none", *overrides]))
     assert mixed_environments(plan) == told
     assert (f"mix         {told}" in render_plan(plan)) == bool(told)
+
+
+def test_fsdp_units_hold_neighbours_until_they_have_enough():
+    most = UNIT_PARAMETERS
+    assert fsdp_units([most / 4] * 10, experts_apart=False) == [range(4), range(4, 8), range(8, 10)]
+    assert fsdp_units([most / 4, most, most / 2, most / 2, 1], experts_apart=False) == [
+        range(2),
+        range(2, 4),
+        range(4, 5),
+    ]
+    assert fsdp_units([2 * most] * 3, experts_apart=False) == [range(1), range(1, 2), range(2, 3)]
+    assert fsdp_units([1, 1], experts_apart=True) == [range(1), range(1, 2)]
+    assert fsdp_units([], experts_apart=False) == []

@@ -19,9 +19,11 @@ from families import SIZES, family_card
 from rank_processes import run_script, serve_rank
 from tiny import VOCAB, moe_card
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from prl.config import compose
+from prl.config import world as sizes
 from prl.config.schema import OptimConfig, RunConfig
 from prl.config.world import shares_prefixes, world_of
 from prl.models.checkpoints.writing import hf_tensors
@@ -62,6 +64,7 @@ class Job:
     bad: list[int] = field(default_factory=list)  # steps in which the gradients of the first rank are NaN
     left_out: list[int] = field(default_factory=list)  # steps that are not taken at all
     slow: bool = False  # whether the last rank's projections take 40 ms more
+    unit_parameters: int | None = None  # that an FSDP unit has at least; None: as shipped
     gradients: bool = False  # those of the first step are a part of the result
 
 
@@ -150,7 +153,10 @@ def run_job(job: Job) -> dict[str, Any]:
     """Losses, norms and final weights."""
     world = build_world(job_mesh(job), torch.device("cpu"), node_ranks(job))
     seed_everything(0, deterministic=False)
+    shipped = sizes.UNIT_PARAMETERS
+    sizes.UNIT_PARAMETERS = shipped if job.unit_parameters is None else job.unit_parameters
     policy = build_policy(job, world)
+    sizes.UNIT_PARAMETERS = shipped
     if job.slow and world.rank == world.size - 1:
         slow_down(policy)
     if job.load:
@@ -167,8 +173,14 @@ def run_job(job: Job) -> dict[str, Any]:
     check_owned(policy, blocks, torch.bfloat16, in_blocks=True)
     experts = [param for module in parallelize.expert_modules(policy.model) for param in module.parameters()]
     held = sum(local_part(param).numel() * param.element_size() for param in experts)
-    found = {"history": history, "weights": weights, "gradients": gradients}
+    found = {"history": history, "weights": weights, "gradients": gradients, "fsdp_units": count_units(policy)}
     return found | {"random": torch.rand(3), "expert_bytes": held, "figures": policy.figures}
+
+
+def count_units(policy: Policy) -> int:
+    """How many FSDP has of layers."""
+    states = {id(layer._get_fsdp_state()) for layer in policy.model.layers if isinstance(layer, FSDPModule)}
+    return len(states)
 
 
 def slow_down(policy: Policy) -> None:

@@ -69,7 +69,7 @@ class Baseline:
 
     def measure_step(self, step: int) -> StepRecord:
         config, card = self.config, self.config.model.card
-        rows = make_rows(self.bench, config.seq_len, card.vocab_size, config.seed, step, 0)
+        rows = make_rows(self.bench, config.seq_len, card, config.seed, step, 0)
         trained = sum(int(row.loss_mask.sum()) for row in rows)
         denominator = loss_denominator(config.algo, trained, sum(len(row.doc_lens) for row in rows))
         watch = Stopwatch(self.device)

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from prl.config.schema import BenchConfig
+from prl.config.schema import BenchConfig, ModelCard
+from prl.models.experts.routing import expert_dtype
 from prl.transport.batch import MicroBatch
 from prl.transport.documents import Document
 from prl.transport.packing import build_micro_batch
@@ -30,15 +31,20 @@ def document_lengths(bench: BenchConfig, seq_len: int, rng: np.random.Generator)
         lengths.append(length)
 
 
-def make_row(bench: BenchConfig, seq_len: int, vocab: int, rng: np.random.Generator, share: bool = False) -> MicroBatch:
+def make_row(
+    bench: BenchConfig, seq_len: int, card: ModelCard, rng: np.random.Generator, share: bool = False
+) -> MicroBatch:
     """A row whose documents are trained behind their prompt, or from their second token on, with advantages of 1 and -1
     by document. share: what they have in common is run once.
 
     The sampling probability of each token is said to be 1 / vocab, which is near what a randomly initialised model
     gives, so that importance ratios are near 1 and nothing is masked.
     """
-    prompt = rng.integers(0, vocab, bench.prompt_len).tolist()
-    documents = [_document(prompt, n, vocab, rng) for n in document_lengths(bench, seq_len, rng)]
+    prompt = rng.integers(0, card.vocab_size, bench.prompt_len).tolist()
+    documents = [_document(prompt, n, card.vocab_size, rng) for n in document_lengths(bench, seq_len, rng)]
+    if bench.experts == "even" and card.num_experts:
+        for document in documents:
+            document.routed_experts = [even_experts(len(document), card, rng)]
     return build_micro_batch(documents, [0] + [len(prompt)] * (len(documents) - 1) if share else ())
 
 
@@ -54,9 +60,17 @@ def _document(prompt: list[int], length: int, vocab: int, rng: np.random.Generat
     )
 
 
+def even_experts(tokens: int, card: ModelCard, rng: np.random.Generator) -> np.ndarray:
+    """Each token's experts in every layer [tokens, L, K], as engines record them: different ones, all as often."""
+    experts, layers = card.num_experts, card.num_hidden_layers
+    patterns = np.stack([rng.permutation(experts)[: card.num_experts_per_tok] for _ in range(layers)])
+    turned = patterns + rng.integers(0, experts, (tokens, layers, 1))
+    return (turned % experts).astype(np.uint8 if expert_dtype(experts).itemsize == 1 else np.uint16)
+
+
 def make_rows(
-    bench: BenchConfig, seq_len: int, vocab: int, seed: int, step: int, data_rank: int, share: bool = False
+    bench: BenchConfig, seq_len: int, card: ModelCard, seed: int, step: int, data_rank: int, share: bool = False
 ) -> list[MicroBatch]:
     """A data rank's rows of one step: the same numbers whatever the mesh, as long as the data rank is the same."""
     rng = np.random.default_rng([seed, step, data_rank])
-    return [make_row(bench, seq_len, vocab, rng, share) for _ in range(bench.micro_batches)]
+    return [make_row(bench, seq_len, card, rng, share) for _ in range(bench.micro_batches)]

@@ -81,7 +81,7 @@ class TrainerBench:
         world, config = self.world, self.config
         card = config.model.card
         share = shares_prefixes(config)
-        rows = make_rows(self.bench, config.seq_len, card.vocab_size, config.seed, step, world.data_rank, share)
+        rows = make_rows(self.bench, config.seq_len, card, config.seed, step, world.data_rank, share)
         trained = self.over_world(sum(int(row.loss_mask.sum()) for row in rows))
         documents = self.over_world(sum(len(row.doc_lens) for row in rows))
         backward = self.backward_of(trained, documents)

@@ -88,6 +88,7 @@ class BenchConfig(Group):
     doc_len: Positive | tuple[Positive, ...] = 1024  # tokens of a document, or of each document of a row
     lengths: Literal["fixed", "variable"] = "fixed"  # variable: uniform from doc_len / 8 to doc_len
     prompt_len: NonNegative = 0  # first tokens that all documents of a row have in common, and that are not trained
+    experts: Literal["router", "even"] = "router"  # who chooses each token's; even: all as often (trainers' targets)
     micro_batches: Positive = 1  # packed rows per data rank and step
     warmup_steps: NonNegative = 2
     steps: Positive = 5  # measured ones

@@ -13,6 +13,7 @@ from prl.config.schema import RunConfig
 from prl.config.schema_model import CpStyle
 
 MAX_AUTO_EP = 8  # wider groups leave the NVLink domain of a usual node
+UNIT_PARAMETERS = 1 << 26  # of an FSDP unit, where its layers are smaller than that
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,28 @@ def goes_without_fsdp(config: RunConfig, ranks: int) -> bool:
     """
     recipe = config.memory_recipe
     return ranks == 1 and not recipe.fsdp_cpu_offload and not recipe.ac_offloading.enabled
+
+
+def experts_go_without_fsdp(config: RunConfig, ranks: int, ep: int) -> bool:
+    """Whether expert parallelism leaves each rank experts that no other has, and FSDP nothing to do with them."""
+    recipe = config.memory_recipe
+    return ep > 1 and ranks == ep and not recipe.fsdp_cpu_offload and not recipe.ac_offloading.enabled
+
+
+def fsdp_units(sizes: Sequence[float], experts_apart: bool) -> list[range]:
+    """Layers of so many parameters each, in the units that FSDP gathers and reduces at once: neighbours, until they
+    have `UNIT_PARAMETERS`. Each unit costs the host milliseconds, whatever is in it. Where experts are units of their
+    own (experts_apart) each layer is one, for both are gathered ahead of it.
+    """
+    units: list[range] = []
+    held = 0.0
+    for index, size in enumerate(sizes):
+        if not units or experts_apart or held >= UNIT_PARAMETERS:
+            units.append(range(index, index))
+            held = 0.0
+        units[-1] = range(units[-1].start, index + 1)
+        held += size
+    return units
 
 
 def context_style(config: RunConfig) -> CpStyle:

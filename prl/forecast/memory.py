@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from prl.config.world import fsdp_units
 from prl.forecast.layers import Layer, end_weights, layers_in_order, root_weights
 from prl.forecast.optimizing import trained_parameters
 from prl.forecast.recipe import apply_recipe, offloaded
 from prl.forecast.setting import BF16, FLOAT32, Setting
-from prl.forecast.sharding import dense_group, layer_units, reduced_bytes
+from prl.forecast.sharding import EXPERTS, dense_group, layer_units, reduced_bytes
 
 GIB = 2.0**30
 AUTO_CHUNK_TOKENS = 8192  # prl/trainer/head/head.py
@@ -60,32 +61,35 @@ def moments(s: Setting, has_gradients: bool) -> Iterator[tuple[str, Bytes]]:
     kept = [recipes[id(layer)].kept * s.tokens for layer in layers]
     cast = [recipes[id(layer)].cast * BF16 if s.casts else 0.0 for layer in layers]
     on_device = [sum(kept[max(0, i + 1 - first_kept) : i + 1]) for i in range(len(layers))]
-    whole = sum(gathered_bytes(s, layer) for layer in layers) if resident else 0.0
-    last = layers[-1]
+    units = units_of(s, layers)
+    gathered = [sum(gathered_bytes(s, layers[i]) for i in unit) for unit in units]
+    whole = sum(gathered) if resident else 0.0
     yield (
         "the head's backward",
         {"activations": on_device[-1], "cast weights": sum(cast), "head": head_bytes(s), "gathered head": end * BF16,
          "its gradient": made,
-         "gradients of root": root, "gathered layers": whole or gathered_bytes(s, last),
+         "gradients of root": root, "gathered layers": whole or gathered[-1],
          "gradients": all_gradients if has_gradients else 0.0},
     )  # fmt: skip
     share = 0.0 if s.frozen else FLOAT32 / s.mesh.fsdp_island
     behind = end * share
-    for i in range(len(layers) - 1, -1, -1):
+    for at, i in reversed([(at, i) for at, unit in enumerate(units) for i in unit]):
         layer, recipe = layers[i], recipes[id(layers[i])]
         inner = (recipe.whole - recipe.kept + largest(layer)) * s.tokens
-        gathered = gathered_bytes(s, layer) + (gathered_bytes(s, layers[i - 1]) if i else 0.0)
-        made_here, leaving_here = (0.0, 0.0) if s.frozen else whole_gradients(s, layer)
-        before = leaving if i == len(layers) - 1 else 0.0  # what is reduced leaves when the next of its kind comes
+        gradients = [(0.0, 0.0) if s.frozen else whole_gradients(s, layers[j]) for j in units[at]]
+        made_here = sum(mine for mine, _ in gradients[i - units[at].start :])
+        leaving_here = sum(copied for _, copied in gradients)
+        before = leaving if at == len(units) - 1 else 0.0  # what is reduced leaves when the next of its kind comes
         yield (
             f"layer {i}'s backward",
             {"activations": on_device[i], "cast weights": sum(cast[:i]), "layer in backward": inner,
-             "gathered layers": whole or gathered,
+             "gathered layers": whole or gathered[at] + (gathered[at - 1] if at else 0.0),
              "its gradients": made_here + leaving_here, "gradients of root": root,
              "the head's gradient": max(0.0, before - leaving_here),
              "gradients": all_gradients if has_gradients else min(most, behind)},
         )  # fmt: skip
-        behind += (layer.dense + layer.experts) * share
+        if i == units[at].start:
+            behind += sum(layers[j].dense + layers[j].experts for j in units[at]) * share
     yield (
         "the embedding's backward",
         {"its gradient": made + leaving, "gradients of root": root,
@@ -125,13 +129,24 @@ def largest(layer: Layer) -> float:
     return max(part.kept for part in layer.parts)
 
 
+def units_of(s: Setting, layers: list[Layer]) -> list[range]:
+    """Layers that are gathered and reduced together; one at a time without FSDP, and before there were units."""
+    sizes = [layer.dense + (0 if s.experts_alone else layer.experts) for layer in layers]
+    return fsdp_units(sizes, experts_apart=s.alone or s.before or (s.mesh.ep > 1 and not s.experts_alone))
+
+
 def gathered_bytes(s: Setting, layer: Layer) -> float:
-    return sum(size for _, size, _ in layer_units(s, layer)) * BF16
+    return sum(size for what, size, _ in layer_units(s, layer) if not stays(s, what)) * BF16
+
+
+def stays(s: Setting, what: str) -> bool:
+    """Whether FSDP has nothing to do with these weights: a product casts them, and makes their gradient, by itself."""
+    return what == EXPERTS and s.experts_alone
 
 
 def whole_gradients(s: Setting, layer: Layer) -> tuple[float, float]:
     """As backward makes them, and the copy that is reduced."""
-    units = layer_units(s, layer)
+    units = [unit for unit in layer_units(s, layer) if not stays(s, unit[0])]
     return sum(size for _, size, _ in units) * BF16, sum(size * reduced_bytes(s, group) for _, size, group in units)
 
 

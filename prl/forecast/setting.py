@@ -11,7 +11,7 @@ from math import gcd
 from prl.config.families import FAMILIES
 from prl.config.rules.memory import attention_linears
 from prl.config.schema import ATTENTION, ModelCard, RunConfig
-from prl.config.world import Mesh, context_style, goes_without_fsdp, world_of
+from prl.config.world import Mesh, context_style, experts_go_without_fsdp, goes_without_fsdp, world_of
 from prl.forecast.cost import NIC, NVLINK, Cost
 from prl.forecast.hardware import Hardware
 
@@ -26,7 +26,8 @@ class Setting:
     hardware: Hardware
     config: RunConfig
     lengths: tuple[int, ...]
-    before: bool = False  # as runs were when one rank had FSDP, too, and no logits waited for backward
+    # as runs were when one rank had FSDP, too, every layer was a unit of it, and no logits waited for backward
+    before: bool = False
 
     @cached_property
     def card(self) -> ModelCard:
@@ -75,6 +76,11 @@ class Setting:
     def alone(self) -> bool:
         """Whether weights are cast where they lie, and FSDP has no part in it."""
         return not self.before and goes_without_fsdp(self.config, self.mesh.size)
+
+    @property
+    def experts_alone(self) -> bool:
+        """Whether experts are cast where they lie, on the one rank that has them."""
+        return not self.before and experts_go_without_fsdp(self.config, self.mesh.size, self.mesh.ep)
 
     @property
     def casts(self) -> bool:

@@ -12,6 +12,8 @@ from prl.forecast.cost import NIC, NOTHING, NVLINK, Cost
 from prl.forecast.layers import Layer
 from prl.forecast.setting import BF16, FLOAT32, Setting
 
+EXPERTS = "experts"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -55,13 +57,15 @@ def gathered(s: Setting, what: str, weights: float, group: Group) -> Cost:
     """Cast, gathered in bfloat16, copied into place."""
     if s.alone:
         return s.memory(weights * (FLOAT32 + BF16)) if s.casts else NOTHING
+    if what == EXPERTS and s.experts_alone:
+        return s.memory(weights * (FLOAT32 + BF16))
     local = s.memory(weights * ((FLOAT32 + BF16) / group.ranks + 3 * BF16))
     return ring(s, f"FSDP gathers, {what}", weights * BF16, group) + local
 
 
 def reduced(s: Setting, what: str, weights: float, group: Group) -> Cost:
     """Gradients copied together in `reduce_dtype`, reduced, and over replicas added up; a rank's share is float32."""
-    if s.alone:
+    if s.alone or (what == EXPERTS and s.experts_alone):
         return s.memory(weights * (BF16 + FLOAT32))
     number = reduced_bytes(s, group)
     local = s.memory(weights * (BF16 + 2 * number + FLOAT32 / group.ranks))
@@ -83,7 +87,7 @@ def layer_units(s: Setting, layer: Layer) -> list[tuple[str, float, Group]]:
     """(what, weights whole on a rank, group): the layer, and its experts under expert parallelism."""
     if s.mesh.ep == 1 or not layer.experts:
         return [("layers", layer.dense + layer.experts, dense_group(s))]
-    return [("layers", layer.dense, dense_group(s)), ("experts", layer.experts / s.mesh.ep, expert_group(s))]
+    return [("layers", layer.dense, dense_group(s)), (EXPERTS, layer.experts / s.mesh.ep, expert_group(s))]
 
 
 def gather_layer(s: Setting, layer: Layer) -> Cost:

@@ -103,6 +103,8 @@ def clip_gradients(gradients: list[Tensor], max_norm: float, island: dist.Proces
     if dist.get_world_size(island) > 1:
         dist.all_reduce(total, group=island)
     total = total.sqrt()
-    if max_norm > 0:
-        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
-    return float(total)
+    factor = max_norm / (total + 1e-6) if max_norm > 0 else torch.ones_like(total)
+    norm, least = torch.stack([total, factor]).tolist()
+    if least < 1:  # most steps of a run exceed nothing: what stays as it is, is neither read nor written
+        torch._foreach_mul_(gradients, factor)
+    return norm

@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from prl.config.config_json import card_of_impl, check_card
 from prl.config.errors import UserError
 from prl.config.schema import ParallelismConfig, RunConfig
-from prl.config.world import context_style, expert_dimension, goes_without_fsdp
+from prl.config.world import (
+    context_style,
+    expert_dimension,
+    experts_go_without_fsdp,
+    fsdp_units,
+    goes_without_fsdp,
+)
 from prl.models.adapters.lora import LoraLinear, apply_lora, cast_parameters, init_adapters
 from prl.models.checkpoints.reading import load_checkpoint
 from prl.models.experts.all_to_all import AllToAllDispatch
@@ -27,6 +33,7 @@ from prl.models.experts.deepep import DeepEPDispatch
 from prl.models.experts.hierarchical import HierarchicalDispatch
 from prl.models.experts.stacked import Dispatch, Experts
 from prl.models.families.build import build_decoder
+from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.linears import apply_fp8
 from prl.models.layers.decoder import Decoder, draw
 from prl.models.layers.lm_head import LMHead
@@ -172,17 +179,24 @@ def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
     compute, reduce = compute_dtype(config), torch_dtype(config.parallelism.reduce_dtype)
     options |= {"mesh": shard_mesh(world.dense, "fsdp"), "mp_policy": precision(compute, reduce)}
     inner = options | {"reshard_after_forward": config.parallelism.reshard_after_forward}
+    apart = False  # whether experts are units of their own
     if world.experts is not None:
-        shard_experts(model, world.experts, inner)
+        apart = not experts_go_without_fsdp(config, world.size, world.experts["ep"].size())
+        if apart:
+            shard_experts(model, world.experts, inner)
+        else:
+            leave_experts(model, compute, [options, inner])
     for module in model.modules():
         if keeps_float32(module):
             fully_shard(module, **inner | {"mp_policy": precision(torch.float32, torch.float32)})
-    for layer in model.layers:
-        fully_shard(layer, **inner)
+    layers, left = list(model.layers), options.get("ignored_params", set())
+    sizes = [sum(param.numel() for param in layer.parameters() if param not in left) for layer in layers]
+    for unit in fsdp_units(sizes, apart):
+        fully_shard([layers[index] for index in unit], **inner)
     if isinstance(model, Decoder) and model.lm_head is not None:
         shard_ends(model.embed_tokens, model.lm_head, inner)
     fully_shard(model, **options, reshard_after_forward=False)
-    if world.experts is not None and world.experts["efsdp"].size() > 1:
+    if world.experts is not None and apart and world.experts["efsdp"].size() > 1:
         gather_ahead(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -217,9 +231,23 @@ def shard_ends(embedding: nn.Embedding, head: LMHead, options: dict[str, Any]) -
     fully_shard(head, **options | {"reshard_after_forward": False})  # its backward comes next
 
 
+def leave_experts(model: Decoder, compute: torch.dtype, options: list[dict[str, Any]]) -> None:
+    """Experts stay as they are, out of FSDP's `options`. Their products cast the weights (`grouped_linear`); what
+    quantises them must be given them cast.
+    """
+    modules = expert_modules(model)
+    for experts in modules:
+        if isinstance(experts, Fp8Experts):
+            compute_in(experts, compute)
+    left = {param for experts in modules for param in experts.parameters(recurse=False)}
+    for of_units in options:
+        of_units["ignored_params"] = left
+
+
 def shard_experts(model: Decoder, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     """Experts under expert parallelism over what remains of the island, along a dimension that it divides. Where
-    nothing remains and there are no replicas, their gradients stay on their ranks, and are not rounded for travel.
+    nothing remains and there are no replicas (but FSDP has other work for them: `experts_go_without_fsdp`), their
+    gradients stay on their ranks, and are not rounded for travel.
     """
     ranks = mesh["efsdp"].size()
     if ranks * mesh["dp_replicate"].size() == 1:

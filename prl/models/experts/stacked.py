@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,11 +60,37 @@ class Experts(nn.Module):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T."""
+    """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T, in x's dtype."""
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+        ends = counts.cumsum(0).to(torch.int32)
+        if weight.dtype != x.dtype:
+            return GroupedLinearOfWider.apply(x, weight, ends)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    weight = weight.to(x.dtype)
     if is_by_hand(x):
         return by_hand(GroupedLinearByHand, x, weight, counts.tolist())
     # float32, and a rank that no token chose: empty slices still give every weight its (zero) gradient
     slices = x.split(counts.tolist())
     return torch.cat([F.linear(rows, w) for rows, w in zip(slices, weight.unbind(), strict=True)])
+
+
+class GroupedLinearOfWider(torch.autograd.Function):
+    """As `grouped_linear` with slices that end at `ends` [E]; the weight is of a wider dtype than x, and cast once more
+    in backward rather than kept: 2 bytes of each parameter of all layers' experts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        d_x = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_x = F.grouped_mm(grad, weight.to(x.dtype), offs=ends)
+        if ctx.needs_input_grad[1]:
+            d_weight = F.grouped_mm(grad.t(), x, offs=ends).to(weight.dtype)
+        return d_x, d_weight, None
