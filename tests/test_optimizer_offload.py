@@ -20,7 +20,7 @@ from prl.trainer.memory.optimizer_offload import (
     master_weights,
     offload_optimizers,
 )
-from prl.trainer.optim import build_optimizers
+from prl.trainer.optim import ShardedAdamW, build_optimizers
 
 CPU = torch.device("cpu")
 OPTIMS = {
@@ -217,7 +217,7 @@ def test_state_is_sharded_as_the_parameters_are():
 
 def test_modes_by_name():
     assert [type(Trainer("adamw", mode).optimizers[0]) for mode in MODES.values()] == [
-        torch.optim.AdamW,
+        ShardedAdamW,
         OffloadedState,
         HostOptimizer,
     ]

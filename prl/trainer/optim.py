@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from prl.config.schema import OptimConfig, ScheduleConfig
+from prl.models.sharding import local_part
 from prl.trainer.muon import Muon
 
 
@@ -43,11 +44,24 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
         )
         optimizers.append(muon)
     if rest:  # nothing is left where adapters of linears are all that is trained
-        adamw = torch.optim.AdamW(
+        adamw = ShardedAdamW(
             rest, config.lr, config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
         optimizers.append(adamw)
     return optimizers
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """Steps what each rank holds. Element by element it is the same, and DTensor need not ask on the host, operand by
+    operand, how it lies: 6.6 and 3.1 ms for 300 small parameters on two cores. State and checkpoints are DTensors.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fill `lists` with parameters, gradients and states of `group`."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [local_part(tensor) for tensor in tensors]
+        return has_complex
 
 
 def by_mesh(params: Iterable[Tensor]) -> list[dict[str, Any]]:

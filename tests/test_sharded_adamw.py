@@ -1,0 +1,53 @@
+"""AdamW over DTensors, stepped as what each rank holds."""
+
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prl.trainer.optim import ShardedAdamW
+
+
+class Operands(TorchDispatchMode):
+    """Which kinds of tensors fused steps are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "fused_adamw" in str(func):
+            self.seen += [type(tensor) for tensor in args[0]]
+        return func(*args, **(kwargs or {}))
+
+
+def stepped(kind, mesh, operands=None):
+    torch.manual_seed(0)
+    whole = [torch.randn(size, 8) for size in (5, 1, 16)]
+    params = [torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])) for weight in whole[:2]]
+    params.append(torch.nn.Parameter(whole[2]))
+    optimizer = kind([{"params": params[:2]}, {"params": params[2:]}], 0.1, fused=True)
+    for _ in range(3):
+        for param in params:
+            param.grad = param.detach().clone().sin()
+        with operands or Operands():
+            optimizer.step()
+    return params, optimizer.state_dict()
+
+
+def test_steps_and_state_are_those_of_torch(world):
+    mine, theirs, mesh = Operands(), Operands(), world.dense["fsdp"]
+    params, state = stepped(ShardedAdamW, mesh, mine)
+    wanted_params, wanted = stepped(torch.optim.AdamW, mesh, theirs)
+    assert DTensor in theirs.seen
+    assert mine.seen
+    assert DTensor not in mine.seen
+    assert state["param_groups"] == wanted["param_groups"]
+    for param, other in zip(params, wanted_params, strict=True):
+        assert type(param) is type(other)
+        assert torch.equal(param, other)
+    for index, parts in wanted["state"].items():
+        for name, part in parts.items():
+            found = state["state"][index][name]
+            assert isinstance(found, DTensor) == isinstance(part, DTensor)
+            assert torch.equal(found, part)
+    assert isinstance(state["state"][0]["exp_avg"], DTensor)
