@@ -4,7 +4,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prl.trainer.optim import ShardedAdamW
+from prl.config.schema import OptimConfig
+from prl.trainer.optim import ShardedAdamW, build_optimizers
 
 
 class Operands(TorchDispatchMode):
@@ -51,3 +52,18 @@ def test_steps_and_state_are_those_of_torch(world):
             assert isinstance(found, DTensor) == isinstance(part, DTensor)
             assert torch.equal(found, part)
     assert isinstance(state["state"][0]["exp_avg"], DTensor)
+
+
+def test_parameters_of_all_meshes_are_one_group(world):
+    """So that a checkpoint has as many groups with expert parallelism as without."""
+    model = torch.nn.Module()
+    model.plain = torch.nn.Parameter(torch.randn(3))
+    for name, mesh in (("dense", world.dense["fsdp"]), ("data", world.data["data"])):
+        model.register_parameter(name, torch.nn.Parameter(distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)])))
+    (optimizer,) = build_optimizers(model, OptimConfig(type="adamw", lr=0.1))
+    assert len(optimizer.param_groups) == 1
+    before = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not any(torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))

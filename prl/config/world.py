@@ -137,8 +137,12 @@ def goes_without_fsdp(config: RunConfig, ranks: int) -> bool:
 
 
 def experts_go_without_fsdp(config: RunConfig, ranks: int, ep: int) -> bool:
-    """Whether expert parallelism leaves each rank experts that no other has, and FSDP nothing to do with them."""
-    recipe = config.memory_recipe
+    """Whether expert parallelism leaves each rank experts that no other has, and FSDP nothing to do with them. Where
+    tokens go in pieces it has: it casts once for all of them.
+    """
+    recipe, parallelism = config.memory_recipe, config.parallelism
+    if parallelism.ep_pieces > 1 or parallelism.deepep_token_chunk_size:
+        return False
     return ep > 1 and ranks == ep and not recipe.fsdp_cpu_offload and not recipe.ac_offloading.enabled
 
 

@@ -32,7 +32,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     hidden = {
         n: p for n, p in params.items() if config.type == "muon" and is_hidden_matrix(n, p) and id(p) not in tables
     }
-    rest = by_mesh(p for n, p in params.items() if n not in hidden)
+    rest = [p for n, p in params.items() if n not in hidden]  # one group, whatever the meshes: checkpoints go anywhere
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         muon = Muon(

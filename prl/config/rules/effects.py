@@ -207,15 +207,16 @@ def _bench(config: RunConfig) -> Iterator[Idle]:
     if target != "transformers":
         keys: tuple[str, ...] = ("bench.baseline_checkpointing",)
         yield Idle(keys, where, "memory_recipe.ac says what our trainer recomputes", "bench.target=transformers")
-    if target in ("inference", *WHOLE_RUNS):  # doc_len may stay: sweeps over targets say it for their trainers
-        keys = ("bench.lengths", "bench.prompt_len", "bench.experts", "bench.micro_batches", "bench.profile")
-        yield Idle(keys, where, "they belong to the trainer alone", "bench.target=trainer_rl")
     card, trains = config.model.card, target in ("trainer_rl", "trainer_sft")
-    if trains and not (card.num_experts and card.is_native and config.model.impl != "hf"):
+    ours = card.num_experts and card.is_native and config.model.impl != "hf"
+    if not ours:
         what = f"family {card.family}, model.impl={config.model.impl}"
         yield Idle(("bench.experts",), what, "there are no experts of ours to choose among")
-    if target == "transformers":
-        yield Idle(("bench.experts",), where, "its routers choose", "bench.target=trainer_rl")
+    elif not trains:
+        yield Idle(("bench.experts",), where, "rows are the trainer's", "bench.target=trainer_rl")
+    if target in ("inference", *WHOLE_RUNS):  # doc_len may stay: sweeps over targets say it for their trainers
+        keys = ("bench.lengths", "bench.prompt_len", "bench.micro_batches", "bench.profile")
+        yield Idle(keys, where, "they belong to the trainer alone", "bench.target=trainer_rl")
     if target in WHOLE_RUNS:
         keys = ("bench.random_weights",)
         yield Idle(keys, where, "engines and trainer start from the same checkpoint", "bench.target=trainer_rl")
