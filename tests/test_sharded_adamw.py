@@ -1,5 +1,6 @@
 """AdamW over DTensors, stepped as what each rank holds."""
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,13 +55,14 @@ def test_steps_and_state_are_those_of_torch(world):
     assert isinstance(state["state"][0]["exp_avg"], DTensor)
 
 
-def test_parameters_of_all_meshes_are_one_group(world):
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_parameters_of_all_meshes_are_one_group(world, kind):
     """So that a checkpoint has as many groups with expert parallelism as without."""
     model = torch.nn.Module()
     model.plain = torch.nn.Parameter(torch.randn(3))
     for name, mesh in (("dense", world.dense["fsdp"]), ("data", world.data["data"])):
         model.register_parameter(name, torch.nn.Parameter(distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)])))
-    (optimizer,) = build_optimizers(model, OptimConfig(type="adamw", lr=0.1))
+    (optimizer,) = build_optimizers(model, OptimConfig(type=kind, lr=0.1))
     assert len(optimizer.param_groups) == 1
     before = [param.detach().clone() for param in model.parameters()]
     for param in model.parameters():

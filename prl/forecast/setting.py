@@ -84,9 +84,14 @@ class Setting:
 
     @property
     def casts(self) -> bool:
-        """Whether it is float32 that lies there, and another dtype that is read."""
+        """Whether one rank's weights are cast where they are read."""
+        return self.alone and self.wide
+
+    @property
+    def wide(self) -> bool:
+        """Whether it is float32 that lies on the device, and another dtype that is read."""
         held = not self.frozen and self.config.memory_recipe.optim_cpu_offload != "full"
-        return self.alone and held and self.config.model.dtype != "float32"
+        return held and self.config.model.dtype != "float32"
 
     @property
     def frozen(self) -> bool:

@@ -55,10 +55,8 @@ def ring(s: Setting, what: str, nbytes: float, group: Group) -> Cost:
 
 def gathered(s: Setting, what: str, weights: float, group: Group) -> Cost:
     """Cast, gathered in bfloat16, copied into place."""
-    if s.alone:
-        return s.memory(weights * (FLOAT32 + BF16)) if s.casts else NOTHING
-    if what == EXPERTS and s.experts_alone:
-        return s.memory(weights * (FLOAT32 + BF16))
+    if s.alone or (what == EXPERTS and s.experts_alone):
+        return s.memory(weights * (FLOAT32 + BF16)) if s.wide else NOTHING
     local = s.memory(weights * ((FLOAT32 + BF16) / group.ranks + 3 * BF16))
     return ring(s, f"FSDP gathers, {what}", weights * BF16, group) + local
 

@@ -25,8 +25,9 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     """
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if config.type == "sgd":
-        groups = by_mesh(params.values())
-        return [torch.optim.SGD(groups, config.lr, config.momentum, weight_decay=config.weight_decay)]
+        # one by one: no list may hold DTensors of several meshes, and groups by mesh would bind a checkpoint to them
+        every = list(params.values())
+        return [torch.optim.SGD(every, config.lr, config.momentum, weight_decay=config.weight_decay, foreach=False)]
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))  # whatever the family calls them
     tables = {id(m._parameters["weight"]) for m in embeddings}
     hidden = {
