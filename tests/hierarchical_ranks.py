@@ -31,7 +31,7 @@ from prl.transport.batch import MicroBatch
 from prl.transport.documents import Document
 from prl.transport.packing import build_micro_batch
 
-EXPERTS, TOP_K, HIDDEN = 16, 4, 8
+EXPERTS, TOP_K, HIDDEN = 16, 4, 10
 CASES = ("even", "uneven", "nobody", "one node", "one rank", "limited")
 
 

@@ -11,16 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import dense_card, moe_card, moe_checkpoint, random_model
 from torch.distributed._composable import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed_when_needed
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from trainer_ranks import Job
 
 from prl.config import compose
 from prl.config.errors import ConfigError, UserError
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-from prl.models.experts.all_to_all import Route, count_pairs
-from prl.models.experts.dispatch import LocalDispatch, collect, sort_by_expert, spread
+from prl.models.experts.all_to_all import AllToAllDispatch, Route, join_labels, split_labels
+from prl.models.experts.dispatch import ExpertWork, LocalDispatch, collect, spread, spread_scalars
+from prl.models.experts.hierarchical import HierarchicalDispatch
+from prl.models.experts.placement import Places, place
 from prl.models.experts.routing import Choice, route
 from prl.models.experts.stacked import Experts
+from prl.models.layers.mlp import SparseMLP
 from prl.models.layers.packed_attention import packed_attention
 from prl.planning.run_plan import MeshPlan
 from prl.runtime.preflight import check_machine
@@ -36,25 +40,53 @@ def test_spread_and_collect_are_indexing_and_its_transpose(n, k, seed):
     generator = torch.Generator().manual_seed(seed)
     experts = torch.randint(0, 4, (n, k), generator=generator)
     x = torch.randn(n, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    order, positions, counts = sort_by_expert(experts, 4)
+    places, counts = place(experts, 0, 4, n * k)
     assert torch.equal(counts, experts.flatten().bincount(minlength=4))
-    assert torch.equal(experts.flatten()[order], experts.flatten().sort().values)
-    rows = spread(x, order, positions)
-    assert torch.equal(rows, x[order // k])
-    scale = torch.randn(n * k, 1, generator=generator, dtype=torch.float64)
-    y = collect(rows * scale, order, positions)
-    plain = torch.zeros_like(x).index_add(0, order // k, x[order // k] * scale)
+    assert torch.equal(experts.flatten()[places.order], experts.flatten().sort().values)
+    rows = spread(x, places)
+    assert torch.equal(rows, x[places.order // k])
+    scale = torch.randn(n, k, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = collect(rows * spread_scalars(scale, places)[:, None], places)
+    plain = (x[:, None] * scale[..., None]).sum(1)
     torch.testing.assert_close(y, plain)
     grad = torch.randn(y.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(torch.autograd.grad(y, x, grad), torch.autograd.grad(plain, x, grad))
+    for ours, theirs in zip(*(torch.autograd.grad(out, (x, scale), grad) for out in (y, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    k=st.integers(1, 4),
+    first=st.sampled_from([0, 3]),
+    held=st.integers(1, 5),
+    alignment=st.sampled_from([1, 4, 128]),
+    seed=st.integers(0, 99),
+)
+def test_assignments_lie_by_expert_and_then_by_token(n, k, first, held, alignment, seed):
+    """Those to experts elsewhere nowhere."""
+    experts = torch.randint(-1, 9, (n, k), generator=torch.Generator().manual_seed(seed))
+    flat = [(e - first, i) for i, e in enumerate(experts.flatten().tolist()) if first <= e < first + held]
+    places, counts = place(experts, first, held, len(flat), alignment)
+    assert counts.tolist() == [sum(e == expert for e, _ in flat) for expert in range(held)]
+    assert places.num_rows % alignment == 0
+    wanted, row = torch.full((n * k,), -1), 0
+    for expert in range(held):
+        for e, i in flat:
+            if e == expert:
+                wanted[i] = row
+                row += 1
+        row += -row % alignment
+    assert row <= places.num_rows
+    assert torch.equal(places.positions, wanted.view(n, k))
+    assert all(places.order[position] == i for i, position in enumerate(wanted.tolist()) if position >= 0)
 
 
 def test_rows_that_went_nowhere_add_nothing():
-    positions = torch.tensor([[1, -1], [-1, -1], [0, 2]])
-    order = torch.tensor([4, 0, 5])
+    places = Places(torch.tensor([[1, -1], [-1, -1], [0, 2]]), 3, torch.tensor([4, 0, 5]))
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: collect(spread(x, order, positions) ** 2, order, positions), x)
-    assert torch.equal(collect(spread(x, order, positions), order, positions), x * torch.tensor([[1.0], [0.0], [2.0]]))
+    assert torch.autograd.gradcheck(lambda x: collect(spread(x, places) ** 2, places), x)
+    assert torch.equal(collect(spread(x, places), places), x * torch.tensor([[1.0], [0.0], [2.0]]))
 
 
 @settings(max_examples=30, deadline=None)
@@ -63,32 +95,68 @@ def test_a_token_goes_once_to_each_rank_that_holds_any_of_its_experts(n, k, size
     experts = torch.rand(n, 8, generator=torch.Generator().manual_seed(seed)).topk(k).indices
     route = Route.choose(experts.int(), size, 8)
     wanted = [(rank, token) for rank in range(size) for token in range(n) if rank in experts[token] // (8 // size)]
-    assert route.count_rows().tolist() == [sum(rank == r for r, _ in wanted) for rank in range(size)]
-    assert torch.equal(count_pairs(experts, 8), experts.flatten().bincount(minlength=8))
+    assert route.counts[:, 0].tolist() == [sum(rank == r for r, _ in wanted) for rank in range(size)]
+    assert torch.equal(route.counts[:, 1:].flatten(), experts.flatten().bincount(minlength=8))
     tokens = torch.arange(n, dtype=torch.float64)[:, None]
     rows = route.fan_out(tokens)[: len(wanted)]
     assert rows.flatten().tolist() == [token for _, token in wanted]
-    assert torch.equal(route.add_up(rows), tokens * (route.positions >= 0).sum(1, keepdim=True))
+    assert torch.equal(route.add_up(rows), tokens * (route.places.positions >= 0).sum(1, keepdim=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernels need a GPU")
 @pytest.mark.parametrize(("width", "dtype"), [(2048, torch.bfloat16), (2500, torch.bfloat16), (72, torch.float32)])
 def test_kernels_move_rows_as_torch_does(width, dtype):
     experts = torch.randint(0, 5, (300, 4))
-    order, positions, counts = sort_by_expert(experts, 5)
-    held = int(counts[:4].sum())  # the last expert is elsewhere
-    order, positions = order[:held], positions.masked_fill(positions >= held, -1)
     x = torch.randn(300, width, dtype=dtype, requires_grad=True)
+    scale = torch.randn(300, 4, dtype=dtype, requires_grad=True)
     grad = torch.randn(300, width, dtype=dtype)
 
     def both_ways(device):
-        x_there, order_there, positions_there = x.to(device), order.to(device), positions.to(device)
-        rows = spread(x_there, order_there, positions_there)
-        y = collect(rows, order_there, positions_there)
-        return rows.cpu(), y.cpu(), torch.autograd.grad(y, x, grad.to(device))[0]
+        places, counts = place(experts.to(device), 0, 4, int((experts < 4).sum()))  # the last expert is elsewhere
+        rows = spread(x.to(device), places)
+        scales = spread_scalars(scale.to(device), places)
+        y = collect(rows * scales[:, None], places)
+        grads = torch.autograd.grad(y, (x, scale), grad.to(device))
+        return rows.cpu(), scales.cpu(), y.cpu(), counts.cpu(), places.positions.cpu(), *grads
 
     for got, wanted in zip(both_ways("cuda"), both_ways("cpu"), strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+NUMBERED = [(1, 1, 4, 2), (300, 4, 8, 2), (5000, 8, 128, 2), (777, 8, 384, 64), (40000, 6, 160, 8), (33, 3, 6, 3)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernels need a GPU")
+@pytest.mark.parametrize(("tokens", "top_k", "num_experts", "places"), NUMBERED)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_kernels_number_rows_as_torch_does(tokens, top_k, num_experts, places, dtype):
+    """Also where experts are nobody's, or lie apart in memory."""
+    experts = torch.randint(-1, num_experts + 1, (tokens, 2 * top_k), dtype=dtype)[:, top_k:]
+    there = experts.cuda()
+    for alignment in (1, 128):
+        first, held = num_experts // places, num_experts // places
+        number = int(((experts >= first) & (experts < first + held)).sum())
+        got, counts = place(there, first, held, number, alignment)
+        wanted, wanted_counts = place(experts, first, held, number, alignment)
+        assert torch.equal(got.positions.cpu(), wanted.positions)
+        assert torch.equal(counts.cpu(), wanted_counts)
+        assert got.num_rows == wanted.num_rows
+    got_route, wanted_route = (Route.choose(part, places, num_experts) for part in (there, experts))
+    assert torch.equal(got_route.places.positions.cpu(), wanted_route.places.positions)
+    assert torch.equal(got_route.counts.cpu(), wanted_route.counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_labels_arrive_as_they_were(dtype):
+    """Whatever floating-point numbers the experts' bits are; gradients belong to the weights alone."""
+    weights = torch.randn(5, 3, dtype=dtype, requires_grad=True)
+    experts = torch.tensor([[0, 1, 2], [383, 32000, 32767], [32640, 32641, 31744], [-1, 7, 9], [5, 5, 5]])
+    scale, chosen = split_labels(join_labels(weights, experts))
+    assert torch.equal(scale, weights)
+    assert torch.equal(chosen.long(), experts)
+    assert not chosen.is_floating_point()
+    scale.sum().backward()
+    assert torch.equal(weights.grad, torch.ones_like(weights))
 
 
 def test_experts_are_the_weighted_sum_of_their_mlps():
@@ -102,7 +170,7 @@ def test_experts_are_the_weighted_sum_of_their_mlps():
         for weight, e in zip(weights[n], chosen[n], strict=True):
             gate, up = (experts.gate_up_proj[e] @ x[n]).chunk(2)
             wanted[n] += weight * (experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up))
-    torch.testing.assert_close(LocalDispatch()(x, weights, chosen, EXPERTS, experts.grouped_mlp), wanted)
+    torch.testing.assert_close(LocalDispatch()(x, weights, chosen, EXPERTS, ExpertWork(experts.grouped_mlp)), wanted)
 
 
 # --- in two processes -------------------------------------------------------------------------------------------------
@@ -133,6 +201,73 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield build_world(MeshPlan(dp_replicate=1, dp_shard=1, cp=1, ep=1), torch.device("cpu"))
     dist.destroy_process_group()
+
+
+DISPATCHES = {
+    "local": LocalDispatch,
+    "all_to_all": lambda: AllToAllDispatch(dist.group.WORLD),
+    "all_to_all_3": lambda: AllToAllDispatch(dist.group.WORLD, pieces=3),
+    "hierarchical": lambda: HierarchicalDispatch(dist.group.WORLD, dist.group.WORLD),
+    "hierarchical_3": lambda: HierarchicalDispatch(dist.group.WORLD, dist.group.WORLD, pieces=3),
+}
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_while_tokens_travel_there_is_other_work(alone, name):
+    """Once a pass, ahead of the experts' first product and of its backward."""
+    seen = []
+
+    def compute(rows, counts, scale):
+        seen.append("experts")
+        rows.register_hook(lambda _: seen.append("backward"))
+        return rows * scale[:, None]
+
+    work = ExpertWork(compute, 1, lambda: seen.append("ahead"), lambda: seen.append("behind"))
+    x, weights = torch.randn(7, HIDDEN, requires_grad=True), torch.rand(7, TOP_K, requires_grad=True)
+    chosen = torch.rand(7, EXPERTS).topk(TOP_K).indices
+    y = DISPATCHES[name]()(x, weights, chosen, EXPERTS, work)
+    torch.testing.assert_close(y, x * weights.sum(1, keepdim=True))
+    y.sum().backward()
+    assert seen[0] == "ahead"
+    assert seen.count("ahead") == 1
+    assert seen.count("behind") == (name != "local")
+    if name != "local":
+        assert seen.index("behind") < seen.index("backward")
+
+
+def test_shared_experts_run_once_while_tokens_travel(alone):
+    """And gradients are those of shared experts that run afterwards."""
+    model = random_model(family_card("glm4_moe")).train()
+    (mlp, *_) = (layer.mlp for layer in model.layers if getattr(layer.mlp, "shared_experts", None) is not None)
+    x, runs = torch.randn(9, model.card.hidden_size), []
+    mlp.shared_experts.register_forward_hook(lambda *_: runs.append(1))
+    found = []
+    for name in ("local", "all_to_all"):
+        mlp.experts.dispatch = DISPATCHES[name]()
+        mlp.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = mlp(leaf, None)
+        y.square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(param.grad for param in mlp.parameters())])
+    assert len(runs) == 2
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("family", "again"), [("qwen3_moe", 3), ("glm4_moe", 3), ("nemotron_h", 4)])
+def test_recomputation_ends_before_the_way_back(alone, family, again, monkeypatch):
+    """Counts, labels and rows go out again; only where latents follow the experts, they must come back, too."""
+    model = random_model(family_card(family)).train()
+    mlp = next(layer.mlp for layer in model.layers if isinstance(getattr(layer, "mlp", None), SparseMLP))
+    mlp.experts.dispatch = AllToAllDispatch(dist.group.WORLD)
+    trips, plain = [], dist.all_to_all_single
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *a, **k: (trips.append(1), plain(*a, **k))[1])
+    y = recomputed_when_needed(
+        mlp, torch.randn(9, model.card.hidden_size, requires_grad=True), None, use_reentrant=False
+    )
+    assert len(trips) == 4
+    y.square().sum().backward()
+    assert len(trips) == 4 + again + 3  # gradients: back, then of rows and of labels
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Block-scaled FP8 training: the casts, the emulated GEMMs against float32, grouped rows, a model that trains."""
 
+import copy
+
 import pytest
 import tiny
 import torch
@@ -7,22 +9,19 @@ import torch.nn.functional as F
 from families import EACH, family_card
 from torch import nn
 
+from prl.models.experts.dispatch import collect, spread, spread_scalars
+from prl.models.experts.placement import place
 from prl.models.experts.stacked import Experts
+from prl.models.fp8.apply import apply_fp8
 from prl.models.fp8.cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks, restore_blocks, restore_rows
+from prl.models.fp8.dense import Fp8DenseMLP, fp8_swiglu, fp8_swiglu_backward
+from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.format import BLOCK
 from prl.models.fp8.groups import group_rows
-from prl.models.fp8.linears import (
-    Fp8Attention,
-    Fp8DenseMLP,
-    Fp8Experts,
-    Fp8Linear,
-    apply_fp8,
-    fp8_linears,
-    fp8_linears_backward,
-)
+from prl.models.fp8.linears import Fp8Attention, Fp8Linear, fp8_linears, fp8_linears_backward
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.lm_head import LMHead
-from prl.models.layers.mlp import Router
+from prl.models.layers.mlp import DenseMLP, Router
 
 EPS = 2**-4  # half the distance of neighbouring e4m3 values, relative to them
 
@@ -177,6 +176,71 @@ def test_linears_pass_torch_library_checks():
     torch.library.opcheck(fp8_linears, args, test_utils=tests)
 
 
+# --- dense MLPs -------------------------------------------------------------------------------------------------------
+
+
+def run_mlp(mlp, x, grad):
+    leaf = x.clone().requires_grad_()
+    y = mlp(leaf)
+    y.backward(grad)
+    return [y.detach(), leaf.grad, *(param.grad for param in mlp.parameters())]
+
+
+def pair_of_mlps(hidden, size):
+    plain = DenseMLP(hidden, size)
+    for param in plain.parameters():
+        param.data.normal_(std=0.1)
+    scaled = copy.deepcopy(plain)
+    holder = nn.Module()
+    holder.mlp = scaled
+    apply_fp8(holder, "emulated")
+    return plain, scaled
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 300])
+@pytest.mark.parametrize("sizes", [(256, 384), (160, 96)], ids=str)
+def test_a_dense_mlp_is_one_operation(tokens, sizes):
+    """Tokens are filled up to whole blocks, and what fills them changes nothing."""
+    plain, scaled = pair_of_mlps(*sizes)
+    x, grad = torch.randn(2, tokens, sizes[0])[1], torch.randn(tokens, sizes[0])
+    for ours, theirs in zip(run_mlp(scaled, x, grad), run_mlp(plain, x, grad), strict=True):
+        assert ours.shape == theirs.shape
+        assert relative(ours, theirs) < 0.08
+
+
+def test_a_dense_mlp_multiplies_what_linears_would():
+    """In float32 the activation is not rounded in between, so that only the order of sums is another."""
+    _, scaled = pair_of_mlps(256, 384)
+    x, grad = torch.randn(128, 256), torch.randn(128, 256)
+    ours = run_mlp(scaled, x, grad)
+    scaled.zero_grad()
+    scaled.__class__ = DenseMLP
+    for mine, theirs in zip(ours, run_mlp(scaled, x, grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+def test_frozen_weights_of_a_dense_mlp_get_no_gradient():
+    _, scaled = pair_of_mlps(128, 128)
+    scaled.up_proj.weight.requires_grad_(False)
+    run_mlp(scaled, torch.randn(5, 128), torch.randn(5, 128))
+    assert scaled.up_proj.weight.grad is None
+    assert scaled.gate_proj.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not scaled(torch.randn(5, 128)).requires_grad
+
+
+def test_dense_mlps_pass_torch_library_checks():
+    weights = [torch.randn(*shape, requires_grad=True) for shape in ((140, 130), (140, 130), (130, 140))]
+    args = (torch.randn(5, 130, requires_grad=True), *weights, "emulated")
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(fp8_swiglu, args, test_utils=tests)
+    hidden = fp8_swiglu(*args)[1].detach()
+    detached = [t.detach() for t in args[:-1]]
+    torch.library.opcheck(
+        fp8_swiglu_backward, (torch.randn(5, 130), *detached, hidden, "emulated"), test_utils=tests[:2]
+    )
+
+
 # --- grouped ----------------------------------------------------------------------------------------------------------
 
 COUNTS = [[3, 0, 130, 128], [0, 0, 0, 1], [5], [0, 200], [0, 0]]
@@ -184,20 +248,16 @@ COUNTS = [[3, 0, 130, 128], [0, 0, 0, 1], [5], [0, 200], [0, 0]]
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_groups_start_at_multiples_of_128(counts):
-    total = sum(counts)
-    groups = group_rows(torch.tensor(counts), total)
-    x = torch.arange(1.0, total + 1)[:, None]
-    padded = groups.pad(x)
-    assert groups.padded == len(padded)
-    assert torch.equal(groups.unpad(padded), x)
-    assert padded.sum() == x.sum()
-    start = row = 0
+    rows = sum(-(-count // BLOCK) for count in counts) * BLOCK + 2 * BLOCK
+    groups = group_rows(torch.tensor(counts), rows)
+    start, wanted = 0, torch.full((rows,), -1)
     for expert, count in enumerate(counts):
         size = -(-count // BLOCK) * BLOCK
-        assert padded[start : start + count, 0].tolist() == x[row : row + count, 0].tolist()
+        wanted[start : start + count] = torch.arange(start, start + count)
         assert (groups.expert[start : start + size] == expert).all()
         assert (groups.starts[expert], groups.sizes[expert]) == (start, size)
-        start, row = start + size, row + count
+        start += size
+    assert torch.equal(groups.source, wanted)
     assert (groups.expert[start:] == -1).all()
 
 
@@ -210,6 +270,24 @@ def pair_of_experts(count: int, hidden: int, size: int, gated: bool = True) -> t
     pair[1].__class__ = Fp8Experts
     pair[1].backend = "emulated"
     return pair[0], pair[1]
+
+
+def test_wide_weights_are_rounded_as_they_are_quantised():
+    """The same bits as with weights that were cast before, but for gradients, which stay as wide."""
+    wide, narrow = (pair_of_experts(3, 160, 96)[1] for _ in range(2))
+    narrow.load_state_dict(wide.state_dict())
+    narrow.bfloat16()
+    counts, x = torch.tensor([100, 0, 130]), torch.randn(384, 160).bfloat16()
+    results = []
+    for experts in (wide, narrow):
+        rows = x.clone().requires_grad_()
+        y = experts.grouped_mlp(rows, counts, torch.ones(384))
+        y.float().square().sum().backward()
+        results.append([y, rows.grad, *(param.grad for param in experts.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours.to(theirs.dtype), theirs)
+    assert wide.down_proj.grad.dtype == torch.float32
+    assert not torch.equal(wide.down_proj.grad, narrow.down_proj.grad.float())
 
 
 def compare_experts(run, pair, x, scale, idle):
@@ -237,7 +315,14 @@ def test_experts_of_sorted_rows(counts, gated):
     idle = [expert for expert, count in enumerate(counts) if count == 0]
     pair = pair_of_experts(len(counts), 160, 96, gated)
     x, scale = torch.randn(total, 160), torch.rand(total) + 0.5
-    compare_experts(lambda experts, x, scale: experts.grouped_mlp(x, sizes, scale), pair, x, scale, idle)
+    chosen = torch.arange(len(counts)).repeat_interleave(sizes)[:, None]
+
+    def run(experts, x, scale):
+        places, there = place(chosen, 0, len(counts), total, experts.alignment)
+        rows, scales = spread(x, places), spread_scalars(scale[:, None], places)
+        return collect(experts.grouped_mlp(rows, there, scales), places)
+
+    compare_experts(run, pair, x, scale, idle)
 
 
 @pytest.mark.parametrize("tokens", [1, 200])

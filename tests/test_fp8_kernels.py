@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from prl.models.fp8 import experts as fp8_experts
+from prl.models.fp8 import activations
 from prl.models.fp8.cast import cast, cast_blocks, join_blocks, restore_rows
+from prl.models.fp8.dense import fp8_swiglu
 from prl.models.fp8.format import Scaled
 from prl.models.fp8.gemm import multiply_columns, multiply_group_columns
 from prl.models.fp8.groups import group_rows
@@ -59,6 +60,8 @@ def test_casts_take_rows_from_where_they_lie():
 def test_casts_of_weights_give_the_same_bits(transposed):
     weight = torch.randn(3, 256, 384, dtype=torch.bfloat16)
     assert_same(cast_blocks(weight.cuda(), transposed), cast_blocks(weight, transposed))
+    wide = torch.randn(3, 256, 384)
+    assert_same(cast_blocks(wide.cuda(), transposed, torch.bfloat16), cast_blocks(wide.bfloat16(), transposed))
     parts = [wild(256, 384), wild(128, 384)]
     assert_same(join_blocks([part.cuda() for part in parts], transposed), join_blocks(parts, transposed))
 
@@ -67,10 +70,10 @@ def test_swiglu_with_its_casts():
     gate_up, scale, grad = torch.randn(256, 512), torch.rand(256), torch.randn(256, 256)
     inputs = [tensor.bfloat16() for tensor in (gate_up, scale, grad)]
     moved = [tensor.cuda() for tensor in inputs]
-    ours, theirs = fp8_experts.cast_swiglu(*moved[:2]), fp8_experts.cast_swiglu(*inputs[:2])
+    ours, theirs = activations.cast_swiglu(*moved[:2]), activations.cast_swiglu(*inputs[:2])
     assert relative(restore_rows(ours).cpu(), restore_rows(theirs)) < 0.01
-    *ours, ours_scale = fp8_experts.cast_swiglu_backward(*moved)
-    *theirs, theirs_scale = fp8_experts.cast_swiglu_backward(*inputs)
+    *ours, ours_scale = activations.cast_swiglu_backward(*moved)
+    *theirs, theirs_scale = activations.cast_swiglu_backward(*inputs)
     for one, other in zip(ours, theirs, strict=True):
         assert relative(restore_rows(one).cpu(), restore_rows(other)) < 0.01
     assert relative(ours_scale.cpu(), theirs_scale) < 1e-5
@@ -87,10 +90,31 @@ def test_weight_gradients_of_linears(sizes):
 
 @pytest.mark.parametrize("counts", [[3, 0, 130, 128], [0, 0, 0, 1], [0, 0]], ids=str)
 def test_weight_gradients_of_all_experts(counts):
-    groups = group_rows(torch.tensor(counts).cuda(), sum(counts))
-    a, b = (torch.randn(groups.padded, size).cuda().bfloat16() for size in (128, 384))
-    columns = [cast([x], False, True, groups.source_of(True))[1] for x in (a, b)]
+    rows = sum(-(-count // 128) for count in counts) * 128 + 256
+    groups, by_formula = group_rows(torch.tensor(counts).cuda(), rows), group_rows(torch.tensor(counts), rows)
+    assert all(torch.equal(getattr(groups, name).cpu(), field) for name, field in vars(by_formula).items())
+    a, b = (torch.randn(rows, size).cuda().bfloat16() for size in (128, 384))
+    columns = [cast([x], False, True, groups.source)[1] for x in (a, b)]
     ours, theirs = (
         multiply_group_columns(*columns, groups, torch.bfloat16, kind) for kind in ("deep_gemm", "emulated")
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+    wide, exact = (multiply_group_columns(*columns, groups, torch.float32, kind) for kind in ("deep_gemm", "emulated"))
+    assert torch.equal(wide.bfloat16(), ours)
+    torch.testing.assert_close(wide, exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [128, 300])
+def test_dense_mlps(tokens):
+    """Kernels beside the emulation, also where tokens are no whole blocks."""
+    shapes = [(tokens, 256), (384, 256), (384, 256), (256, 384)]
+    tensors = [torch.randn(*shape).div(shape[1] ** 0.5).cuda().bfloat16() for shape in shapes]
+    grad = torch.randn(tokens, 256).cuda().bfloat16()
+    results = []
+    for kind in ("deep_gemm", "emulated"):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        y, _ = fp8_swiglu(*leaves, kind)
+        y.backward(grad)
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert relative(ours, theirs) < 0.02

@@ -20,7 +20,7 @@ from prl.config.schema import ActivationCheckpointing, ActivationOffloading, Lor
 from prl.models.adapters.lora import LoraLinear, apply_lora, init_adapters, is_adapter, merge, merged_parameters
 from prl.models.adapters.peft import export_adapter, import_adapter
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
-from prl.models.experts.dispatch import LocalDispatch
+from prl.models.experts.dispatch import ExpertWork, LocalDispatch
 from prl.models.families.build import build_decoder
 from prl.models.layers.documents import attend_documents
 from prl.trainer.memory.activation_offload import apply_activation_offload
@@ -322,7 +322,7 @@ def test_experts_without_tokens_get_a_zero_gradient():
     model = lora_model("moe")
     experts = model.layers[0].mlp.experts
     x, weights = torch.randn(N, 32), torch.ones(N, 1)
-    y = LocalDispatch()(x, weights, torch.zeros(N, 1, dtype=torch.int64), 4, experts.grouped_mlp)
+    y = LocalDispatch()(x, weights, torch.zeros(N, 1, dtype=torch.int64), 4, ExpertWork(experts.grouped_mlp))
     y.sum().backward()
     grad = experts.gate_up_lora_b.grad
     assert grad[0].abs().sum() > 0

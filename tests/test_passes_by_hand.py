@@ -20,6 +20,7 @@ from prl.models.by_hand import (
     is_by_hand,
 )
 from prl.models.experts.dispatch import sum_rows
+from prl.models.experts.placement import Places
 from prl.models.layers.norm import RMSNorm
 from prl.models.layers.packed_attention import BY_HAND_TOKENS, packed_attention
 from prl.models.layers.rope import rotate
@@ -123,4 +124,4 @@ def test_rows_are_added_up_wherever_some_went_nowhere(taken: bool) -> None:
     rows = torch.randn(6, 4)
     positions = torch.tensor([[0, 5], [3, 1], [2, 4 if taken else -1]])
     expected = torch.stack([sum((rows[p] for p in token if p >= 0), torch.zeros(4)) for token in positions])
-    assert torch.allclose(sum_rows(rows, torch.arange(6), positions), expected)
+    assert torch.allclose(sum_rows(rows, Places(positions, 6, torch.arange(6))), expected)

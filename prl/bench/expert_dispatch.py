@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from prl.models.experts.all_to_all import AllToAllDispatch, reached
+from prl.models.experts.dispatch import ExpertWork
 from prl.models.experts.hierarchical import HierarchicalDispatch
 from prl.models.experts.routing import Choice, route
 from prl.models.experts.stacked import Dispatch
@@ -117,7 +118,7 @@ def make_the_way(dispatch: Dispatch, model: str, routing: str, tokens: int, rank
     weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.bfloat16, requires_grad=True)
     chosen = choices(model, routing, tokens, rank)
     with counted(rank) as sent:
-        y = dispatch(x, weights, chosen, experts, lambda rows, counts, scale: rows * scale[:, None])
+        y = dispatch(x, weights, chosen, experts, ExpertWork(lambda rows, counts, scale: rows * scale[:, None]))
         y.sum().backward()
     return sent
 

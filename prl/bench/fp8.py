@@ -33,10 +33,12 @@ from prl.config.families import FAMILIES
 from prl.config.schema import ModelCard, RunConfig
 from prl.models.device import pick_device
 from prl.models.experts.stacked import Experts
+from prl.models.fp8.apply import apply_fp8
 from prl.models.fp8.cast import cast, cast_blocks
+from prl.models.fp8.dense import Fp8DenseMLP
 from prl.models.fp8.experts import Fp8Experts
 from prl.models.fp8.gemm import deep_gemm
-from prl.models.fp8.linears import Fp8Attention, Fp8DenseMLP, Fp8Linear, apply_fp8, fp8_linears
+from prl.models.fp8.linears import Fp8Attention, Fp8Linear, fp8_linears
 from prl.trainer.parallelize import build_meta
 
 REPEATS = 10

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from prl.models.experts.routing import Router
+from prl.models.fp8.experts import Fp8Experts
 from prl.models.state_space.mixer import keeps_float32
 
 
@@ -30,7 +31,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """
     readers: list[Reader] = []
     for module in model.modules():
-        if keeps_float32(module):
+        if keeps_float32(module) or isinstance(module, Fp8Experts):
             continue
         held = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         names = [name for name, param in held.items() if param.is_floating_point() and param.dtype != dtype]

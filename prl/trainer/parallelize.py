@@ -33,8 +33,7 @@ from prl.models.experts.deepep import DeepEPDispatch
 from prl.models.experts.hierarchical import HierarchicalDispatch
 from prl.models.experts.stacked import Dispatch, Experts
 from prl.models.families.build import build_decoder
-from prl.models.fp8.experts import Fp8Experts
-from prl.models.fp8.linears import apply_fp8
+from prl.models.fp8.apply import apply_fp8
 from prl.models.layers.decoder import Decoder, draw
 from prl.models.layers.lm_head import LMHead
 from prl.models.state_space.mixer import keeps_float32
@@ -185,7 +184,7 @@ def apply_fsdp(model: Decoder, config: RunConfig, world: World) -> None:
         if apart:
             shard_experts(model, world.experts, inner)
         else:
-            leave_experts(model, compute, [options, inner])
+            leave_experts(model, [options, inner])
     for module in model.modules():
         if keeps_float32(module):
             fully_shard(module, **inner | {"mp_policy": precision(torch.float32, torch.float32)})
@@ -231,15 +230,9 @@ def shard_ends(embedding: nn.Embedding, head: LMHead, options: dict[str, Any]) -
     fully_shard(head, **options | {"reshard_after_forward": False})  # its backward comes next
 
 
-def leave_experts(model: Decoder, compute: torch.dtype, options: list[dict[str, Any]]) -> None:
-    """Experts stay as they are, out of FSDP's `options`. Their products cast the weights (`grouped_linear`); what
-    quantises them must be given them cast.
-    """
-    modules = expert_modules(model)
-    for experts in modules:
-        if isinstance(experts, Fp8Experts):
-            compute_in(experts, compute)
-    left = {param for experts in modules for param in experts.parameters(recurse=False)}
+def leave_experts(model: Decoder, options: list[dict[str, Any]]) -> None:
+    """Experts stay as they are, out of FSDP's `options`. Their products cast the weights."""
+    left = {param for experts in expert_modules(model) for param in experts.parameters(recurse=False)}
     for of_units in options:
         of_units["ignored_params"] = left
 

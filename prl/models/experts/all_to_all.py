@@ -16,14 +16,16 @@ only then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prl.models.experts.dispatch import ExpertCompute, collect, invert, spread
-from prl.models.experts.trips import HostCopy, Trips
+from prl.models.experts.dispatch import ExpertWork, collect, spread, spread_scalars
+from prl.models.experts.placement import Places, invert, place
+from prl.models.experts.trips import HostCopy, Trip, Trips
 
 
 class AllToAllDispatch:
@@ -36,43 +38,58 @@ class AllToAllDispatch:
     def __init__(self, group: dist.ProcessGroup, pieces: int = 1) -> None:
         self.group, self.pieces = group, pieces
 
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: ExpertCompute) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, work: ExpertWork) -> Tensor:
         """As `LocalDispatch`; `compute` sees the tokens of all ranks that chose this rank's experts."""
-        size = self.group.size()
-        shares = [part.tensor_split(self.pieces) for part in (x, weights, experts.int())]
+        size, held = self.group.size(), num_experts // self.group.size()
+        shares = [cut(part, self.pieces) for part in (x, weights, experts)]
         routes = [Route.choose(chosen, size, num_experts) for chosen in shares[2]]
-        pairs = [count_pairs(chosen, num_experts).view(size, -1) for chosen in shares[2]]
-        counts = [torch.cat([route.count_rows()[:, None], held], 1) for route, held in zip(routes, pairs, strict=True)]
-        arriving, sizes = exchange_counts(counts, self.group)
+        sizes = exchange_counts([route.counts for route in routes], self.group)
         # the device copies rows while the host waits for the sizes
-        leaving = [[route.fan_out(part) for part in parts] for route, *parts in zip(routes, *shares, strict=True)]
+        labels = [join_labels(*parts) for parts in zip(*shares[1:], strict=True)]
+        leaving = [[r.fan_out(label), r.fan_out(x)] for r, label, x in zip(routes, labels, shares[0], strict=True)]
         with Trips() as trips:
-            splits = sizes.wait()
+            splits = read_sizes(sizes.wait())
             there = [
                 [trips.begin(part, sent, received, self.group) for part in parts]
                 for parts, (sent, received, _) in zip(leaving, splits, strict=True)
             ]
+            work.ahead()
             back = []
-            for parts, held, (sent, received, there_are) in zip(there, arriving, splits, strict=True):
-                rows, scale, chosen = (trip.end() for trip in parts)
-                chosen = chosen - self.group.rank() * len(held)
-                y = run_experts(rows, scale, chosen, held, sum(there_are), compute)
+            for parts, (sent, received, pairs) in zip(there, splits, strict=True):
+                y = run_experts(parts, Here(self.group.rank() * held, held, pairs), work)
                 back.append(trips.begin(y, received, sent, self.group))
-            return torch.cat([route.add_up(trip.end()) for route, trip in zip(routes, back, strict=True)])
+            back[-1].meanwhile = work.behind  # the first in backward
+            return join([route.add_up(trip.end()) for route, trip in zip(routes, back, strict=True)])
 
 
-def exchange_counts(counts: list[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, HostCopy]:
+def cut(x: Tensor, pieces: int) -> Sequence[Tensor]:
+    return x.tensor_split(pieces) if pieces > 1 else [x]
+
+
+def join(pieces: list[Tensor]) -> Tensor:
+    """What `cut` cut."""
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def exchange_counts(counts: list[Tensor], group: dist.ProcessGroup) -> HostCopy:
     """Each piece's counts [ep, 1 + E_local] of what leaves for each rank: rows, then pairs with each of its experts.
 
-    Returns the pairs that arrive [pieces, E_local], and on their way to the host [pieces, 3, ep]: rows sent, rows
-    received, pairs received.
+    On their way to the host are [2, ep, pieces, 1 + E_local]: what is sent, and what is received.
     """
-    sent = torch.stack(counts, dim=1)  # [ep, pieces, 1 + E_local]
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    pairs = received[..., 1:]
-    sizes = torch.stack([sent[..., 0], received[..., 0], pairs.sum(-1)])  # [3, ep, pieces]
-    return pairs.sum(0), HostCopy(sizes.permute(2, 0, 1).contiguous())
+    both = torch.stack([torch.stack(counts, dim=1)] * 2)
+    dist.all_to_all_single(both[1], both[0], group=group)
+    return HostCopy(both)
+
+
+def read_sizes(counts: Tensor) -> list[tuple[list[int], list[int], int]]:
+    """Of `exchange_counts` on the host: for each piece the rows sent to each rank, those received, and the pairs of a
+    row and an expert here.
+    """
+    rows, pairs = counts[..., 0].permute(2, 0, 1).tolist(), counts[1, ..., 1:].sum((0, 2)).tolist()
+    return [(sent, received, number) for (sent, received), number in zip(rows, pairs, strict=True)]
+
+
+# --- the sender's side ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -80,35 +97,41 @@ class Route:
     """Which tokens go to which of several places, each once: rows in order of place, then token. A place is a rank, or
     for `HierarchicalDispatch` a node.
 
-    positions [N, P]: the row of token n for place p, or -1; order [U]: the flat index into positions of each row, 0
-    beyond the last, for U is what there can be at most.
+    places: of N tokens in P places; its rows are as many as there can be at most, and those beyond the last are not
+    sent. counts [P, 1 + E / P] int64: for each place its rows, and then the pairs of a token and each of its experts.
     """
 
-    order: Tensor
-    positions: Tensor
+    places: Places
+    counts: Tensor
 
     @classmethod
     def choose(cls, experts: Tensor, places: int, num_experts: int, rows: int | None = None) -> Route:
-        """For experts [N, K] int32 of num_experts, spread over `places`; those out of range are at none of them.
+        """For experts [N, K] of num_experts, spread over `places`; those out of range are at none of them.
 
         rows: how many there are, where the host knows it. It does not wait.
         """
         tokens, top_k = experts.shape
+        num_rows = tokens * min(places, top_k) if rows is None else rows
+        if experts.is_cuda:
+            from prl.models.experts.placement_kernels import place_tokens
+
+            positions, counts = place_tokens(experts, places, num_experts)
+            return cls(Places(positions, num_rows, None), counts)
         hit = reached(experts, places, num_experts).T.flatten()
         positions = (hit.cumsum(0) - 1).masked_fill_(~hit, -1).view(places, tokens).T.contiguous()
-        return cls(invert(positions, tokens * min(places, top_k) if rows is None else rows), positions)
-
-    def count_rows(self) -> Tensor:
-        """[P], for each place."""
-        return (self.positions >= 0).sum(0)
+        pairs = count_pairs(experts, num_experts).view(places, -1)
+        counts = torch.cat([(positions >= 0).sum(0)[:, None], pairs], 1)
+        return cls(Places(positions, num_rows, invert(positions, num_rows)), counts)
 
     def fan_out(self, x: Tensor) -> Tensor:
         """x [N, ...] -> rows [U, ...], in the order of travel."""
-        return spread(x, self.order, self.positions)
+        return spread(x, self.places)
 
     def add_up(self, rows: Tensor) -> Tensor:
         """The rows that came back -> [N, H]: each token's sum."""
-        return collect(rows, self.order[: len(rows)], self.positions, keep=True)
+        order = self.places.order
+        arrived = self.places._replace(num_rows=len(rows), order=None if order is None else order[: len(rows)])
+        return collect(rows, arrived, keep=True)
 
 
 def reached(experts: Tensor, places: int, num_experts: int) -> Tensor:
@@ -120,21 +143,50 @@ def reached(experts: Tensor, places: int, num_experts: int) -> Tensor:
 
 
 def count_pairs(experts: Tensor, num_experts: int) -> Tensor:
-    """[E]: how many tokens chose each expert; experts [N, K]."""
+    """[E]: how many tokens chose each expert; experts [N, K], of which those out of range count for none."""
     experts = experts.flatten().long()
-    pairs = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
-    return pairs.scatter_add_(0, experts, torch.ones_like(experts))
+    experts = experts.where((experts >= 0) & (experts < num_experts), num_experts)
+    pairs = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
+    return pairs.scatter_add_(0, experts, torch.ones_like(experts))[:-1]
 
 
-def run_experts(x: Tensor, scale: Tensor, chosen: Tensor, counts: Tensor, pairs: int, compute: ExpertCompute) -> Tensor:
-    """Rows x [R, H] that arrived, weights scale [R, K], experts as counted on this rank chosen [R, K] (those elsewhere
-    are out of range), counts [E_local] with the sum `pairs` -> [R, H]: for each row what the experts here make of it.
+# --- labels: what travels beside a token ------------------------------------------------------------------------------
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def join_labels(weights: Tensor, experts: Tensor) -> Tensor:
+    """Mixing weights [N, K] and the experts' numbers [N, K] -> [N, 2K] in the weights' dtype, to travel as one: the
+    numbers as the bits of floating-point ones.
     """
-    held = len(counts)
-    away = (chosen < 0) | (chosen >= held)
-    keys = chosen.masked_fill(away, held).flatten().to(torch.int16)  # a radix sort of half the bits
-    order = keys.sort(stable=True).indices
-    positions = invert(order, len(order)).view(chosen.shape).masked_fill_(away, -1)
-    order = order[:pairs]
-    y = compute(spread(x, order, positions), counts, spread(scale.flatten(), order, positions.view(-1, 1)))
-    return collect(y, order, positions)
+    numbers = experts.to(INTEGERS[weights.element_size()]).view(weights.dtype)
+    return torch.cat([weights, numbers], dim=1)
+
+
+def split_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, 2K] -> mixing weights [R, K], experts [R, K]."""
+    weights, numbers = labels.chunk(2, dim=1)
+    return weights, numbers.detach().view(INTEGERS[labels.element_size()])
+
+
+# --- the receiver's side ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Here:
+    """What this rank holds: `held` experts beginning with `first`, and the pairs of a row and one of them."""
+
+    first: int
+    held: int
+    pairs: int
+
+
+def run_experts(under_way: list[Trip], here: Here, work: ExpertWork) -> Tensor:
+    """Labels [R, 2K] under way, and behind them rows [R, H] -> [R, H]: for each row what the experts here make of it.
+    Where its assignments go is found out before the row is there.
+    """
+    labels, rows = under_way
+    scale, chosen = split_labels(labels.end())
+    places, counts = place(chosen, here.first, here.held, here.pairs, work.alignment)
+    scale = spread_scalars(scale, places)
+    return collect(work.compute(spread(rows.end(), places), counts, scale), places)

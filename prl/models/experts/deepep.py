@@ -22,6 +22,7 @@ gradients before it computes with those of the piece after it. Events, not strea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from prl.models.experts.dispatch import ExpertCompute, collect, sort_by_expert, spread
+from prl.models.experts.dispatch import ExpertWork, collect, nothing, spread, spread_scalars
+from prl.models.experts.placement import place
 
 if TYPE_CHECKING:
     import deep_ep
@@ -51,13 +53,13 @@ class DeepEPDispatch:
         self.num_sms = num_sms
         self.buffer: deep_ep.Buffer | None = None
 
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: ExpertCompute) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, work: ExpertWork) -> Tensor:
         """x [N, H], weights [N, K], experts [N, K] -> [N, H]; the host waits once a piece, for the counts."""
         if self.buffer is None:
             self.buffer = make_buffer(self.group, x, self.num_sms)
         pieces = self.count_pieces(len(x))
         inputs = pad_tokens(x, weights.float(), experts, pieces)
-        return exchange(self.buffer, *inputs, num_experts, compute, pieces)[: len(x)]
+        return exchange(self.buffer, *inputs, num_experts, work, pieces)[: len(x)]
 
     def count_pieces(self, num_tokens: int) -> int:
         """The same on every rank of the group, however many tokens each has: dispatch is a collective."""
@@ -110,6 +112,7 @@ class Piece:
     combined: Any = None
     grad_dispatched: Any = None
     grad_combined: Any = None
+    meanwhile: Callable[[], object] = nothing  # what the device can do while gradients travel to the experts
 
 
 def exchange(
@@ -118,18 +121,20 @@ def exchange(
     weights: Tensor,
     experts: Tensor,
     num_experts: int,
-    compute: ExpertCompute,
+    work: ExpertWork,
     pieces: int,
 ) -> Tensor:
     """x [N, H], weights [N, K] float32, experts [N, K] -> [N, H], in this many pieces; for their order see above."""
     ready = buffer.capture()
     flights = [Piece(buffer, num_experts, ready) for _ in range(pieces)]
+    flights[-1].meanwhile = work.behind  # the first in backward
     parts = Part.apply(x, weights, flights)
     choices = experts.tensor_split(pieces)
     outputs: list[Tensor] = []
     results: list[Tensor] = []
     for index, piece in enumerate(flights):
-        outputs.append(run_experts(parts[2 * index], parts[2 * index + 1], choices[index], piece, compute))
+        sent = parts[2 * index], parts[2 * index + 1], choices[index]
+        outputs.append(run_experts(*sent, piece, work, first=index == 0))
         if index > 0:
             results.append(Combine.apply(outputs[index - 1], flights[index - 1]))
     results.append(Combine.apply(outputs[-1], flights[-1]))
@@ -138,18 +143,17 @@ def exchange(
     return torch.cat(results)
 
 
-def run_experts(x: Tensor, weights: Tensor, experts: Tensor, piece: Piece, compute: ExpertCompute) -> Tensor:
+def run_experts(x: Tensor, weights: Tensor, experts: Tensor, piece: Piece, work: ExpertWork, first: bool) -> Tensor:
     """Dispatch a piece's tokens and launch the experts held here: -> [R, H], for each token received the sum of what
-    these experts make of it.
+    these experts make of it. While the first piece is under way, the device has other work.
     """
     rows, scale, chosen = Dispatch.apply(x, weights, experts, piece)
+    if first:
+        work.ahead()
     piece.dispatched.current_stream_wait()
-    # what goes to experts elsewhere is sorted behind the rows for those held here
-    held = len(piece.counts)
-    order, positions, counts = sort_by_expert(chosen.masked_fill(chosen < 0, held), held)
-    order, positions = order[: sum(piece.counts)], positions.masked_fill_(chosen < 0, -1)
-    scale = spread(scale.flatten().to(x.dtype), order, positions.view(-1, 1))
-    y = collect(compute(spread(rows, order, positions), counts, scale), order, positions)
+    places, counts = place(chosen, 0, len(piece.counts), sum(piece.counts), work.alignment)
+    scale = spread_scalars(scale.to(x.dtype), places)
+    y = collect(work.compute(spread(rows, places), counts, scale), places)
     y = GradWait.apply(y, piece)
     piece.computed = piece.buffer.capture()
     return y
@@ -248,4 +252,5 @@ class Combine(torch.autograd.Function):
             async_finish=True,
             allocate_on_comm_stream=True,
         )
+        piece.meanwhile()
         return grad, None

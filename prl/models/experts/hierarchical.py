@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prl.models.experts.all_to_all import Route, count_pairs, reached, run_experts
-from prl.models.experts.dispatch import ExpertCompute
+from prl.models.experts.all_to_all import Here, Route, cut, join, join_labels, reached, run_experts, split_labels
+from prl.models.experts.dispatch import ExpertWork
 from prl.models.experts.trips import HostCopy, Trips
 
 
@@ -35,38 +35,41 @@ class HierarchicalDispatch:
     def __init__(self, between: dist.ProcessGroup, inside: dist.ProcessGroup, pieces: int = 1) -> None:
         self.between, self.inside, self.pieces = between, inside, pieces
 
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: ExpertCompute) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, work: ExpertWork) -> Tensor:
         """As `AllToAllDispatch`."""
         between, inside, nodes = self.between, self.inside, self.between.size()
-        here = num_experts // nodes  # experts of a node
-        shares = [part.tensor_split(self.pieces) for part in (x, weights, experts.int())]
+        node = num_experts // nodes  # experts of a node
+        held = node // inside.size()
+        shares = [cut(part, self.pieces) for part in (x, weights, experts)]
         routes = [Route.choose(chosen, nodes, num_experts) for chosen in shares[2]]
         counts = [self.count(route, chosen, num_experts) for route, chosen in zip(routes, shares[2], strict=True)]
-        arriving, sizes = self.exchange_counts(counts)
-        leaving = [[route.fan_out(part) for part in parts] for route, *parts in zip(routes, *shares, strict=True)]
+        sizes = self.exchange_counts(counts)
+        labels = [join_labels(*parts) for parts in zip(*shares[1:], strict=True)]
+        leaving = [[r.fan_out(label), r.fan_out(x)] for r, label, x in zip(routes, labels, shares[0], strict=True)]
         with Trips() as trips:
-            splits = [Splits.read(piece, nodes, inside.size()) for piece in sizes.wait()]
+            splits = [Splits.read(piece, nodes, inside.size()) for piece in sizes.wait().tolist()]
             over = [
                 [trips.begin(part, split.sent, split.received, between) for part in parts]
                 for parts, split in zip(leaving, splits, strict=True)
             ]
+            work.ahead()
             spreads, there = [], []
-            for parts, split in zip(over, splits, strict=True):
-                rows, scale, chosen = (trip.end() for trip in parts)
-                chosen = chosen - between.rank() * here
-                spread = Route.choose(chosen, inside.size(), here, rows=sum(split.sent_on))
-                copies = [spread.fan_out(part) for part in (rows, scale, chosen)]
+            for (labels_over, rows_over), split in zip(over, splits, strict=True):
+                label = labels_over.end()
+                chosen = split_labels(label)[1] - between.rank() * node
+                spread = Route.choose(chosen, inside.size(), node, rows=sum(split.sent_on))
+                copies = [spread.fan_out(label), spread.fan_out(rows_over.end())]
                 there.append([trips.begin(part, split.sent_on, split.received_on, inside) for part in copies])
                 spreads.append(spread)
             back = []
-            for parts, held, split in zip(there, arriving, splits, strict=True):
-                rows, scale, chosen = (trip.end() for trip in parts)
-                y = run_experts(rows, scale, chosen - inside.rank() * len(held), held, split.pairs, compute)
-                back.append(trips.begin(y, split.received_on, split.sent_on, inside))
+            for parts, split in zip(there, splits, strict=True):
+                here = Here((between.rank() * inside.size() + inside.rank()) * held, held, split.pairs)
+                back.append(trips.begin(run_experts(parts, here, work), split.received_on, split.sent_on, inside))
             home = []
             for spread, trip, split in zip(spreads, back, splits, strict=True):
                 home.append(trips.begin(spread.add_up(trip.end()), split.received, split.sent, between))
-            return torch.cat([route.add_up(trip.end()) for route, trip in zip(routes, home, strict=True)])
+            home[-1].meanwhile = work.behind  # the first in backward
+            return join([route.add_up(trip.end()) for route, trip in zip(routes, home, strict=True)])
 
     def count(self, route: Route, experts: Tensor, num_experts: int) -> Tensor:
         """[nodes, 1 + L + E / nodes] of what leaves for each node: rows, rows that go on from there to each of its L
@@ -74,14 +77,12 @@ class HierarchicalDispatch:
         """
         nodes, ranks = self.between.size(), self.inside.size()
         on = reached(experts, nodes * ranks, num_experts).sum(0).view(nodes, ranks)
-        pairs = count_pairs(experts, num_experts).view(nodes, -1)
-        return torch.cat([route.count_rows()[:, None], on, pairs], dim=1)
+        return torch.cat([route.counts[:, :1], on, route.counts[:, 1:]], dim=1)
 
-    def exchange_counts(self, counts: list[Tensor]) -> tuple[Tensor, HostCopy]:
+    def exchange_counts(self, counts: list[Tensor]) -> HostCopy:
         """Each piece's `count`, over both ways before any row has left.
 
-        Returns the pairs that arrive in the end [pieces, E_local], and on their way to the host the numbers of `Splits`
-        [pieces, 2 * nodes + 2 * L + 1].
+        On their way to the host are the numbers of `Splits` [pieces, 2 * nodes + 2 * L + 1].
         """
         ranks, pieces = self.inside.size(), len(counts)
         sent = torch.stack(counts, dim=1)  # [nodes, pieces, 1 + L + L * E_local]
@@ -91,9 +92,9 @@ class HierarchicalDispatch:
         sent_on = torch.cat([on[..., None], pairs.view(pieces, ranks, -1)], dim=-1).transpose(0, 1).contiguous()
         received_on = torch.empty_like(sent_on)  # [L, pieces, 1 + E_local]
         dist.all_to_all_single(received_on, sent_on, group=self.inside)
-        arriving = received_on[..., 1:].sum(0)
         rows = [sent[..., 0], received[..., 0], sent_on[..., 0], received_on[..., 0]]
-        return arriving, HostCopy(torch.cat([part.T for part in rows] + [arriving.sum(1, keepdim=True)], dim=1))
+        pairs = received_on[..., 1:].sum((0, 2))[:, None]
+        return HostCopy(torch.cat([part.T for part in rows] + [pairs], dim=1))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # elements of a row that one program moves
+SCALARS = 1024  # of one program
 
 
 @triton.jit
@@ -51,10 +52,50 @@ def _segment_sum_kernel(rows, out, order, begins, width, BLOCK: tl.constexpr):
     tl.store(out + segment * width + columns, total, mask=inside)
 
 
+@triton.jit
+def _scatter_scalars_kernel(values, out, positions, count, top_k, stride, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + index, mask=index < count, other=-1)
+    row = (index // top_k).to(tl.int64)
+    value = tl.load(values + row * stride + index % top_k, mask=index < count)
+    tl.store(out + position, value, mask=position >= 0)
+
+
+@triton.jit
+def _gather_scalars_kernel(values, out, positions, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + index, mask=index < count, other=-1)
+    tl.store(out + index, tl.load(values + position, mask=position >= 0, other=0.0), mask=index < count)
+
+
+def scatter_scalars(values: Tensor, positions: Tensor, num_rows: int) -> Tensor:
+    """values [N, K] -> [num_rows]: at positions[n, k] is values[n, k], elsewhere 0."""
+    values = values if values.stride(-1) == 1 else values.contiguous()
+    out = values.new_zeros(num_rows)
+    count = positions.numel()
+    if count:
+        with torch.cuda.device(values.device):
+            _scatter_scalars_kernel[(triton.cdiv(count, SCALARS),)](
+                values, out, positions, count, positions.shape[1], values.stride(0), BLOCK=SCALARS
+            )
+    return out
+
+
+def gather_scalars(values: Tensor, positions: Tensor) -> Tensor:
+    """values [M] -> [N, K]: values[positions], 0 where that is nowhere."""
+    out = values.new_empty(positions.shape)
+    if out.numel():
+        with torch.cuda.device(values.device):
+            _gather_scalars_kernel[(triton.cdiv(out.numel(), SCALARS),)](
+                values.contiguous(), out, positions, out.numel(), BLOCK=SCALARS
+            )
+    return out
+
+
 def scatter(x: Tensor, positions: Tensor, num_rows: int) -> Tensor:
     """x [N, H] -> rows [num_rows, H]: row positions[n, k] is x[n]."""
     rows = x.new_empty(num_rows, x.shape[1])
-    if num_rows:
+    if num_rows and len(x):
         _launch(_scatter_kernel, x.contiguous(), rows, positions)
     return rows
 

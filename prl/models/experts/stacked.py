@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.models.by_hand import GroupedLinearByHand, SwiGLUByHand, by_hand, is_by_hand
-from prl.models.experts.dispatch import ExpertCompute, LocalDispatch
+from prl.models.experts.dispatch import ExpertWork, LocalDispatch, nothing
 from prl.models.sharding import local_part
 
-# dispatch(x [N, H], weights [N, K], experts [N, K], num_experts, compute) -> [N, H]
-Dispatch = Callable[[Tensor, Tensor, Tensor, int, ExpertCompute], Tensor]
+# dispatch(x [N, H], weights [N, K], experts [N, K], num_experts, work) -> [N, H]
+Dispatch = Callable[[Tensor, Tensor, Tensor, int, ExpertWork], Tensor]
+
+
+class Early:
+    """What `make` makes, made before it is taken where there is time for it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make, self.made = make, None
+
+    def begin(self) -> None:
+        with torch.no_grad():
+            self.made = self.make()
+
+    def take(self) -> Any:
+        """Once: then it is forgotten."""
+        if self.made is None:
+            self.begin()
+        made, self.made = self.made, None
+        return made
+
+
+class Casts(NamedTuple):
+    """Of a stack's weights, as its products read them."""
+
+    forward: Early
+    backward: Early
 
 
 class Experts(nn.Module):
@@ -24,6 +49,8 @@ class Experts(nn.Module):
     Under expert parallelism the parameters are DTensors over the expert group, and `dispatch` brings the tokens.
     """
 
+    alignment = 1  # of each expert's rows, as `grouped_mlp` wants them
+
     def __init__(self, num_experts: int, hidden: int, intermediate: int, gated: bool = True) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -32,10 +59,37 @@ class Experts(nn.Module):
         self.register_parameter(f"{self.first}_proj", nn.Parameter(torch.empty(num_experts, rows, hidden)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
         self.dispatch: Dispatch = LocalDispatch()
+        self.casts: list[Casts | None] = [None, None]  # of the pass under way: of the first stack, and the second
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """x [N, H], weights [N, K], experts [N, K] -> [N, H]."""
-        return self.dispatch(x, weights, experts, self.num_experts, self.grouped_mlp)
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, ahead: Callable[[], object] = nothing) -> Tensor:
+        """x [N, H], weights [N, K], experts [N, K] -> [N, H].
+
+        ahead: called once, for what else the device can do while tokens travel. Weights are cast then, too.
+        """
+        if not isinstance(self.dispatch, LocalDispatch):
+            stacks = local_part(self.first_proj), local_part(self.down_proj)
+            self.casts = [self.casts_of(stack.detach(), x.dtype) for stack in stacks]
+        early = [casts for casts in self.casts if casts is not None]
+
+        def forward() -> None:
+            ahead()
+            for casts in early:
+                casts.forward.begin()
+
+        def backward() -> None:
+            for casts in reversed(early):
+                casts.backward.begin()
+
+        work = ExpertWork(self.grouped_mlp, self.alignment, forward, backward)
+        y = self.dispatch(x, weights, experts, self.num_experts, work)
+        self.casts = [None, None]
+        return y
+
+    def casts_of(self, weight: Tensor, dtype: torch.dtype) -> Casts | None:
+        """Of a stack [E, out, in], for tokens in `dtype`; None where products read it as it is."""
+        if weight.dtype == dtype or dtype != torch.bfloat16 or not weight.is_cuda:
+            return None
+        return Casts(*(Early(lambda: weight.to(dtype)) for _ in range(2)))
 
     @property
     def first_proj(self) -> Tensor:
@@ -45,7 +99,9 @@ class Experts(nn.Module):
     def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
         first, down = local_part(self.first_proj), local_part(self.down_proj)
-        return grouped_linear(self.activate(grouped_linear(x, first, counts), scale), down, counts)
+        of_first, of_down = self.casts
+        hidden = self.activate(grouped_linear(x, first, counts, of_first), scale)
+        return grouped_linear(hidden, down, counts, of_down)
 
     def activate(self, x: Tensor, scale: Tensor) -> Tensor:
         """SwiGLU (arXiv:2002.05202) times scale [M]: [M, 2I] -> [M, I]; without a gate, the squared ReLU
@@ -59,12 +115,16 @@ class Experts(nn.Module):
         return F.silu(gate) * up * scale[:, None]
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T, in x's dtype."""
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, casts: Casts | None = None) -> Tensor:
+    """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T, in x's dtype.
+
+    casts: of a wider weight to this dtype.
+    """
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
-        ends = counts.cumsum(0).to(torch.int32)
+        ends = counts.cumsum(0, dtype=torch.int32)
         if weight.dtype != x.dtype:
-            return GroupedLinearOfWider.apply(x, weight, ends)
+            early = casts or Casts(*(Early(lambda: weight.to(x.dtype)) for _ in range(2)))
+            return GroupedLinearOfWider.apply(x, weight, ends, early)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     weight = weight.to(x.dtype)
     if is_by_hand(x):
@@ -80,9 +140,10 @@ class GroupedLinearOfWider(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, casts: Casts) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)  # the weight, so that a change in between is noticed
+        ctx.casts = casts.backward
+        return F.grouped_mm(x, casts.forward.take().transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,7 +151,7 @@ class GroupedLinearOfWider(torch.autograd.Function):
         grad = grads[0].contiguous()
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = F.grouped_mm(grad, weight.to(x.dtype), offs=ends)
+            d_x = F.grouped_mm(grad, ctx.casts.take(), offs=ends)
         if ctx.needs_input_grad[1]:
             d_weight = F.grouped_mm(grad.t(), x, offs=ends).to(weight.dtype)
-        return d_x, d_weight, None
+        return d_x, d_weight, None, None

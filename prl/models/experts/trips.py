@@ -4,6 +4,7 @@ forward and in backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Trip:
         self.num_rows, self.sent, self.received, self.group = len(rows), sent, received, group
         self.work: dist.Work | None = None
         self.grad: Tensor | None = None
+        self.meanwhile: Callable[[], object] | None = None  # what the device can do while gradients travel
         self.rows: Tensor | None = Depart.apply(rows, self)
 
     def end(self) -> Tensor:
@@ -87,6 +89,8 @@ class Arrive(torch.autograd.Function):
         trip, grad = ctx.trip, grads[0].contiguous()
         trip.grad = grad.new_empty(trip.num_rows, *grad.shape[1:])  # nobody reads what lies beyond the rows sent
         trip.launch(trip.grad[: sum(trip.sent)], grad, trip.sent, trip.received)
+        if trip.meanwhile is not None:
+            trip.meanwhile()
         return grad, None  # to keep it until `Depart`, which knows better
 
 
@@ -99,7 +103,7 @@ class HostCopy:
         if self.arrived is not None:
             self.arrived.record()
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> Tensor:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.values.tolist()
+        return self.values

@@ -59,21 +59,24 @@ def _cast_rows(x: Tensor) -> Scaled:
     return Scaled(values.contiguous(), amax / E4M3_MAX)
 
 
-def cast_blocks(weight: Tensor, transposed: bool = False) -> Scaled:
+def cast_blocks(weight: Tensor, transposed: bool = False, rounded: torch.dtype | None = None) -> Scaled:
     """weight [..., N, K] in 128x128 blocks -> values of the same shape, scales [..., ceil(N / 128), ceil(K / 128)].
 
-    transposed: values [..., K, N] and their scales; the numbers are the same.
+    transposed: values [..., K, N] and their scales; the numbers are the same. rounded: as if the weight had been cast
+    to this dtype before.
     """
-    return join_blocks([weight], transposed)
+    return join_blocks([weight], transposed, rounded)
 
 
-def join_blocks(parts: Sequence[Tensor], transposed: bool = False) -> Scaled:
+def join_blocks(parts: Sequence[Tensor], transposed: bool = False, rounded: torch.dtype | None = None) -> Scaled:
     """`cast_blocks` of parts [..., N_i, K], one below the other."""
-    if all(has_kernel(part) and part.shape[-2] % BLOCK == 0 for part in parts):
+    if all(has_kernel(part, rounded) and part.shape[-2] % BLOCK == 0 for part in parts):
         from prl.models.fp8.kernels import cast_weights
 
         return cast_weights(parts, transposed)
     weight = torch.cat(list(parts), -2)
+    if rounded is not None:
+        weight = weight.to(rounded)
     n, k = weight.shape[-2:]
     padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N / 128, 128, K / 128, 128]
@@ -103,5 +106,5 @@ def restore_blocks(weight: Scaled) -> Tensor:
     return weight.values.float() * scales[..., :n, :k]
 
 
-def has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.shape[-1] % BLOCK == 0 and x.dtype == torch.bfloat16
+def has_kernel(x: Tensor, rounded: torch.dtype | None = None) -> bool:
+    return x.is_cuda and x.shape[-1] % BLOCK == 0 and (rounded or x.dtype) == torch.bfloat16

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""Triton kernels of FP8 experts: SwiGLU fused with the casts of what the next GEMMs read, and the weight gradients of
-all experts in one launch.
+"""Triton kernels of FP8 experts: how rows lie, SwiGLU fused with the casts of what the next GEMMs read, and the weight
+gradients of all experts in one launch.
 
-Rows are in the padded order of `fp8_groups`; rows behind the last group hold anything, and nobody reads what comes of
-them.
+Every expert's rows begin at a multiple of 128 (`groups.py`); rows behind the last group hold anything, and nobody reads
+what comes of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,38 @@ from prl.models.fp8.kernels import QUARTER, TILE, Buffers, _store_columns, _stor
 # The product's tile: small, so that three of them lie on a multiprocessor and one multiplies while another one scales
 SIDE_M, SIDE_N, STAGES = 64, 128, 3
 SWIGLU_WARPS = 8
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _lay_out(counts, source, expert, sizes, starts, groups, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    group, lane = tl.arange(0, WIDTH), tl.arange(0, TILE)
+    count = tl.load(counts + group, mask=group < groups, other=0).to(tl.int32)
+    size = (count + TILE - 1) // TILE * TILE
+    end = tl.cumsum(size, 0)
+    begin = tl.program_id(0) * TILE
+    mine = (end - size <= begin) & (begin < end)  # the one group whose tile this is, or none
+    used = begin + lane < tl.sum(tl.where(mine, end - size + count, 0))
+    row = begin.to(tl.int64) + lane
+    tl.store(source + row, tl.where(used, row, -1))
+    tl.store(expert + row, tl.sum(tl.where(mine, group + 1, 0)) - 1 + tl.zeros([TILE], tl.int32))
+    if tl.program_id(0) == 0:
+        tl.store(sizes + group, size, mask=group < groups)
+        tl.store(starts + group, end - size, mask=group < groups)
+
+
+def lay_out_groups(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `GroupedRows`, of counts [E] int64."""
+    groups, device = len(counts), counts.device
+    source = torch.empty(num_rows, dtype=torch.int64, device=device)
+    expert = torch.empty(num_rows, dtype=torch.int32, device=device)
+    sizes, starts = torch.zeros(2, groups, dtype=torch.int32, device=device)
+    if num_rows:
+        width = triton.next_power_of_2(groups)
+        _lay_out[(num_rows // BLOCK,)](counts, source, expert, sizes, starts, groups, TILE=BLOCK, WIDTH=width)
+    return source, expert, sizes, starts
 
 
 # --- SwiGLU -----------------------------------------------------------------------------------------------------------
@@ -164,10 +196,10 @@ def _multiply_columns(a, b, a_scales, b_scales, out, starts, sizes, m, n, SIDE_M
     tl.store(out + place, total.to(out.dtype.element_ty))
 
 
-def multiply_columns_of_groups(a: Scaled, b: Scaled, groups: GroupedRows) -> Tensor:
-    """a [M, Mp], b [N, Mp], cast along the rows of all groups -> [E, M, N] bfloat16: per group e, a_e b_e^T."""
+def multiply_columns_of_groups(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtype) -> Tensor:
+    """a [M, Mp], b [N, Mp], cast along the rows of all groups -> [E, M, N]: per group e, a_e b_e^T."""
     m, n = a.values.shape[0], b.values.shape[0]
-    out = a.values.new_empty(len(groups.sizes), m, n, dtype=torch.bfloat16)
+    out = a.values.new_empty(len(groups.sizes), m, n, dtype=dtype)
     _multiply_columns[(m // SIDE_M * (n // SIDE_N), len(out))](
         TensorDescriptor.from_tensor(a.values, [SIDE_M, BLOCK]),
         TensorDescriptor.from_tensor(b.values, [SIDE_N, BLOCK]),

@@ -52,7 +52,7 @@ def multiply_groups(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtyp
         sizes = groups.sizes.tolist()
         parts = rows[: sum(sizes)].split(sizes)
         out = torch.cat([part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)])
-        return torch.cat([out, out.new_zeros(groups.padded - len(out), out.shape[1])]).to(dtype)
+        return torch.cat([out, out.new_zeros(len(rows) - len(out), out.shape[1])]).to(dtype)
     out = a.values.new_empty(a.values.shape[0], b.values.shape[1], dtype=torch.bfloat16)
     deep_gemm().m_grouped_fp8_gemm_nt_contiguous(tuple(a), tuple(b), out, groups.expert, recipe=(1, BLOCK, BLOCK))
     return out
@@ -70,7 +70,7 @@ def multiply_group_columns(a: Scaled, b: Scaled, groups: GroupedRows, dtype: tor
         return torch.stack([x @ y.t() for x, y in zip(left, right, strict=True)]).to(dtype)
     from prl.models.fp8.expert_kernels import multiply_columns_of_groups
 
-    return multiply_columns_of_groups(a, b, groups)
+    return multiply_columns_of_groups(a, b, groups, dtype)
 
 
 @functools.cache

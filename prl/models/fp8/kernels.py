@@ -188,10 +188,10 @@ def _cast_blocks(
     row = row_block * TILE + tl.arange(0, QUARTER) * 4
     column = column_block * TILE + tl.arange(0, TILE)
     first = weight + matrix * n * k
-    a = _load_rows(first, first, row, column, k, n, False)
-    b = _load_rows(first, first, row + 1, column, k, n, False)
-    c = _load_rows(first, first, row + 2, column, k, n, False)
-    d = _load_rows(first, first, row + 3, column, k, n, False)
+    a = _load_rows(first, first, row, column, k, n, False).to(tl.bfloat16).to(tl.float32)
+    b = _load_rows(first, first, row + 1, column, k, n, False).to(tl.bfloat16).to(tl.float32)
+    c = _load_rows(first, first, row + 2, column, k, n, False).to(tl.bfloat16).to(tl.float32)
+    d = _load_rows(first, first, row + 3, column, k, n, False).to(tl.bfloat16).to(tl.float32)
     amax = tl.max(_column_amax(a, b, c, d), axis=0)
     factor = _factor(amax)
     values += matrix * values_batch
@@ -212,7 +212,7 @@ def _cast_blocks(
 
 
 def cast_weights(parts: Sequence[Tensor], transposed: bool) -> Scaled:
-    """`cast_blocks` of bfloat16 parts [..., N, K], one below the other; N and K multiples of 128."""
+    """`cast_blocks` of parts [..., N, K], rounded to bfloat16, one below the other; N and K multiples of 128."""
     *batch, _, k = parts[0].shape
     height = sum(part.shape[-2] for part in parts)
     shape = (*batch, k, height) if transposed else (*batch, height, k)

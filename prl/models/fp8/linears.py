@@ -1,4 +1,5 @@
-"""Training with block-scaled FP8 GEMMs (DeepSeek-V3, arXiv:2412.19437): linears; `fp8_experts` has the grouped experts.
+"""Training with block-scaled FP8 GEMMs (DeepSeek-V3, arXiv:2412.19437): linears; `dense.py` has MLPs, and
+`experts.py` grouped experts.
 
 Forward, input gradient and weight gradient all multiply e4m3 values; master weights, gradients, accumulation and what
 happens between the GEMMs stay as they were. Embeddings, LM head, router and norms are left alone. Weights are cast anew
@@ -17,13 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prl.models.experts.routing import RoutingRecorder
-from prl.models.experts.stacked import Experts
 from prl.models.fp8.cast import cast, cast_blocks, cast_columns, cast_rows, join_blocks
-from prl.models.fp8.experts import Fp8Experts
-from prl.models.fp8.gemm import Backend, deep_gemm, multiply, multiply_columns
+from prl.models.fp8.gemm import Backend, multiply, multiply_columns
 from prl.models.layers.attention import Attention
-from prl.models.layers.mlp import DenseMLP
 
 # names of modules that stay as they are: "gate" is the router; a latent and a turned key are no whole blocks; what
 # indexers score by decides, and so do the steps that `in_proj` of state-space layers makes, whose errors add up
@@ -116,35 +113,3 @@ class Fp8Attention(Attention):
     def multiply(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = apply_linears(x, [self.q_proj, self.k_proj, self.v_proj])  # type: ignore[list-item]
         return q, k, v
-
-
-class Fp8DenseMLP(DenseMLP):
-    """Gate and up from one operation."""
-
-    def forward(self, x: Tensor, recorder: RoutingRecorder | None = None) -> Tensor:
-        gate, up = apply_linears(x, [self.gate_proj, self.up_proj])  # type: ignore[list-item]
-        return self.down_proj(self.activate(gate, up))
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-def apply_fp8(model: nn.Module, backend: Backend) -> None:
-    """Have all linears and experts of a model multiply in FP8. Before compilation, checkpointing and sharding.
-
-    Raises UserError when DeepGEMM is asked for and cannot run here.
-    """
-    if backend == "deep_gemm":
-        deep_gemm()
-    for module in list(model.modules()):
-        if isinstance(module, Experts):
-            module.__class__ = Fp8Experts
-            assert isinstance(module, Fp8Experts)
-            module.backend = backend
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and name not in KEPT:
-                setattr(module, name, Fp8Linear(child, backend))
-        if isinstance(module, Attention):
-            module.__class__ = Fp8Attention
-        elif type(module) is DenseMLP:
-            module.__class__ = Fp8DenseMLP

@@ -75,11 +75,18 @@ class SparseMLP(nn.Module):
         weights, experts = self.route(x, replayed)
         if recorder is not None:
             recorder.record(self.layer_idx, experts)
-        y = self.experts(self.fc1_latent_proj(x) if self.has_latents else x, weights, experts)
+        shared: list[Tensor] = []
+
+        def share() -> None:
+            """While tokens travel to their experts."""
+            if self.shared_experts is not None:
+                shared.append(self.shared_experts(x))
+
+        y = self.experts(self.fc1_latent_proj(x) if self.has_latents else x, weights, experts, share)
         if self.has_latents:
             y = self.fc2_latent_proj(y)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
+        if shared:
+            y = y + shared[0]
         return y if self.load is None else self.load.watch(self.layer_idx, y, experts)
 
     def route(self, x: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
