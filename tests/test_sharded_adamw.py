@@ -55,6 +55,32 @@ def test_steps_and_state_are_those_of_torch(world):
     assert isinstance(state["state"][0]["exp_avg"], DTensor)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernel needs a GPU")
+def test_the_kernel_steps_as_torch_does():
+    """Many programs and few, sizes and addresses that it takes and those that it leaves to PyTorch, with clipping."""
+    torch.manual_seed(0)
+    odd = torch.randn(4097, device="cuda")[1:]  # not where whole words lie
+    weights = [torch.randn(*size, device="cuda") for size in [(16,), (300, 4096), (5,), (4096,), (0, 16), (3, 7)]]
+    weights += [odd, torch.randn(64, 32, device="cuda").t()]
+    params = [[torch.nn.Parameter(weight.clone()) for weight in weights] for _ in range(2)]
+    ours, theirs = (
+        kind(each, 3e-3, (0.9, 0.98), 1e-8, 0.1, fused=True)
+        for kind, each in zip((ShardedAdamW, torch.optim.AdamW), params, strict=True)
+    )
+    for step in range(4):
+        factor = 0.25 if step % 2 else 1.0
+        for mine, other in zip(*params, strict=True):
+            mine.grad = None if step == 2 and mine.numel() == 16 else torch.randn_like(mine)
+            other.grad = None if mine.grad is None else mine.grad * factor
+        ours.factor = factor
+        ours.step()
+        theirs.step()
+        for mine, other in zip(*params, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=2e-6)
+            for name, value in theirs.state[other].items():
+                torch.testing.assert_close(ours.state[mine][name], value, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_parameters_of_all_meshes_are_one_group(world, kind):
     """So that a checkpoint has as many groups with expert parallelism as without."""

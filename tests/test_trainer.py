@@ -29,7 +29,7 @@ from prl.runtime.directory.checkpoints import latest_valid, parts_of
 from prl.trainer import parallelize
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.memory.optimizer_offload import master_weights
-from prl.trainer.optim import build_optimizers, clip_gradients, is_hidden_matrix, lr_factor
+from prl.trainer.optim import build_optimizers, gradient_norm, is_hidden_matrix, lr_factor, scale_gradients
 from prl.trainer.parallelize import build_model
 from prl.trainer.policy import make_room, seed_everything
 from prl.trainer.world import build_world
@@ -115,13 +115,35 @@ def test_weight_decay_alone_shrinks_weights():
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
-def test_clipping_keeps_the_direction(world, limit):
-    model = torch.nn.Linear(2, 2)
-    model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([0.0, 4.0])
-    assert clip_gradients([p.grad for p in model.parameters()], limit, dist.group.WORLD) == pytest.approx(5.0)
-    scale = 0.1 if limit == 0.5 else 1.0
-    assert model.weight.grad[0, 0].item() == pytest.approx(3.0 * scale, rel=1e-4)
-    assert model.bias.grad[1].item() == pytest.approx(4.0 * scale, rel=1e-4)
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "muon"])
+def test_clipping_keeps_the_direction(world, limit, kind):
+    """The step is that of gradients that were small from the beginning, and the next one's are not scaled by it."""
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [build_optimizers(model, OptimConfig(type=kind, lr=0.1)) for model in models]
+    for size in (1.0, 0.01):
+        for model in models:
+            model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([0.0, 4.0])
+            for param in model.parameters():
+                param.grad *= size
+        norm, factor = gradient_norm([p.grad for p in models[0].parameters()], limit, dist.group.WORLD)
+        assert norm == pytest.approx(5.0 * size)
+        assert factor == pytest.approx(0.1 if limit * size == 0.5 else 1.0, rel=1e-4)
+        for param in models[1].parameters():
+            param.grad *= factor
+        for every, scale in zip(optimizers, (factor, 1.0), strict=True):
+            for optimizer in every:
+                scale_gradients(optimizer, scale)
+                optimizer.step()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_are_not_scaled(world, bad):
+    norm, factor = gradient_norm([torch.tensor([1.0, bad])], 1.0, dist.group.WORLD)
+    assert not math.isfinite(norm)
+    assert factor == 1.0
 
 
 # --- memory recipes ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from prl.trainer.head.head import logprob_head
 from prl.trainer.indexer_training import IndexerTraining
 from prl.trainer.inputs import RowInputs
 from prl.trainer.memory.optimizer_offload import local_gradients, master_weights, offload_optimizers
-from prl.trainer.optim import build_optimizers, clip_gradients, lr_factor, set_lr
+from prl.trainer.optim import build_optimizers, gradient_norm, lr_factor, scale_gradients, set_lr
 from prl.trainer.parallelize import build_model
 from prl.trainer.world import World, sum_over_world
 from prl.transport.batch import MicroBatch
@@ -126,12 +126,13 @@ class Policy:
         start = time.perf_counter()
         self.lr = self.optim.lr * lr_factor(step, self.max_steps, self.optim.schedule)
         set_lr(self.optimizers, self.lr)
-        grad_norm = clip_gradients(
+        grad_norm, factor = gradient_norm(
             local_gradients(self.model, self.optimizers), self.optim.max_grad_norm, self.world.dense.get_group("fsdp")
         )
         applied = self._all_agree(math.isfinite(loss) and math.isfinite(grad_norm))
         for optimizer in self.optimizers:
             if applied:
+                scale_gradients(optimizer, factor)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.figures = self.balance.step(moves=applied) | self.indexers.step() | self.busy.step()

@@ -335,7 +335,7 @@ class HostOptimizer(_Wrapper):
 
 @torch.no_grad()
 def local_gradients(model: nn.Module, optimizers: list[Optimizer]) -> list[Tensor]:
-    """This rank's gradients, those on the host included; a change in place is seen by the optimizers' step."""
+    """This rank's gradients, those on the host included."""
     on_host = [grad for opt in optimizers if isinstance(opt, HostOptimizer) for grad in opt.gradients()]
     return on_host + [local_part(param.grad) for param in model.parameters() if param.grad is not None]
 

@@ -1,0 +1,97 @@
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""AdamW (arXiv:1711.05101) of all parameters in one Triton kernel, which clips on the way: each gradient is read once
+and never written, where a fused step after a multiplication reads it twice and writes it once. Bound by memory, 28
+bytes a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # parameters of one program
+ALIGNED = 16  # bytes that addresses, and numbers that sizes are multiples of: what lies so is read in whole words
+
+
+@triton.jit
+def _step(
+    addresses, begins, owners, sizes, corrections, lr, rest1, beta2, rest2, eps, decay, factor, BLOCK: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0)
+    owner = tl.load(owners + block)
+    size = tl.multiple_of(tl.load(sizes + owner), 16)
+    offset = (block - tl.load(begins + owner)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < size
+    params = tl.multiple_of(tl.load(addresses + owner * 4).to(tl.pointer_type(tl.float32)), 16) + offset
+    grads = tl.multiple_of(tl.load(addresses + owner * 4 + 1).to(tl.pointer_type(tl.float32)), 16) + offset
+    means = tl.multiple_of(tl.load(addresses + owner * 4 + 2).to(tl.pointer_type(tl.float32)), 16) + offset
+    squares = tl.multiple_of(tl.load(addresses + owner * 4 + 3).to(tl.pointer_type(tl.float32)), 16) + offset
+    grad = tl.load(grads, mask=inside) * factor
+    mean = tl.load(means, mask=inside)
+    square = tl.load(squares, mask=inside)
+    mean += rest1 * (grad - mean)
+    square = beta2 * square + rest2 * grad * grad
+    size_of_step = lr / tl.load(corrections + owner * 2)
+    scale = tl.sqrt_rn(square) / tl.load(corrections + owner * 2 + 1) + eps
+    param = tl.load(params, mask=inside)
+    param -= lr * decay * param  # of a factor near 1 nothing but rounding would be left
+    param -= size_of_step * mean / scale
+    tl.store(params, param, mask=inside)
+    tl.store(means, mean, mask=inside)
+    tl.store(squares, square, mask=inside)
+
+
+def is_regular(*tensors: Tensor) -> bool:
+    """Whether `step` takes a parameter with its gradient and moments."""
+    return all(
+        t.is_cuda
+        and t.dtype == torch.float32
+        and t.is_contiguous()
+        and t.numel() % ALIGNED == 0
+        and t.data_ptr() % ALIGNED == 0
+        for t in tensors
+    )
+
+
+def step(
+    lists: Sequence[Sequence[Tensor]],
+    steps: Sequence[Tensor],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    factor: float,
+) -> None:
+    """In place: parameters, gradients (left as they are), first and second moments, `is_regular` each and of one
+    device, with how many steps each has taken, scalars there, one less than with this one.
+
+    factor: of the gradients.
+    """
+    params = lists[0]
+    device = params[0].device
+    torch._foreach_add_(list(steps), 1)
+    taken = torch.stack(list(steps)).double()
+    corrections = torch.stack([1 - betas[0] ** taken, (1 - betas[1] ** taken).sqrt()], 1).float()
+    begins, owners, sizes = layout(tuple(param.numel() for param in params), device)
+    addresses = torch.tensor([[t.data_ptr() for t in row] for row in zip(*lists, strict=True)], dtype=torch.int64)
+    there = addresses.pin_memory().to(device, non_blocking=True)
+    rests = (1 - betas[0], betas[1], 1 - betas[1])
+    if len(owners):
+        with torch.cuda.device(device):
+            _step[(len(owners),)](
+                there, begins, owners, sizes, corrections, lr, *rests, eps, decay, factor, BLOCK=BLOCK, num_warps=8
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Each parameter's first program [n], each program's parameter [blocks], sizes [n], on the device."""
+    numbers = torch.tensor(sizes, device=device)
+    blocks = (numbers + BLOCK - 1) // BLOCK
+    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32, device=device), blocks)
+    return (blocks.cumsum(0) - blocks).int(), owners, numbers
