@@ -9,7 +9,8 @@ from prl.forecast.layers import layers_of, root_weights
 from prl.forecast.setting import Setting
 from prl.forecast.sharding import dense_group
 
-CLIP_BYTES, ADAMW_BYTES, MUON_BYTES = 12, 28, 24  # a parameter: what is read and written in float32
+# a parameter: what is read and written in float32. Clipping is a norm, and a multiplication that AdamW does on the way
+NORM_BYTES, CLIP_BYTES, ADAMW_BYTES, MUON_BYTES = 4, 8, 28, 24
 NEWTON_SCHULZ_STEPS = 5
 MUON_TRAVELS = 4  # bytes a number: rows to the matrix' owner and back, in bfloat16
 
@@ -32,10 +33,11 @@ def optimizer_step(s: Setting) -> Cost:
     if not mine:
         return end
     rest = mine - of_muon
-    cost = end + s.memory(mine * CLIP_BYTES + rest * ADAMW_BYTES + of_muon * MUON_BYTES)
+    offload = s.config.memory_recipe.optim_cpu_offload
+    clipped = mine if offload or s.before else of_muon
+    cost = end + s.memory(mine * NORM_BYTES + clipped * CLIP_BYTES + rest * ADAMW_BYTES + of_muon * MUON_BYTES)
     if of_muon:
         cost += muon(s)
-    offload = s.config.memory_recipe.optim_cpu_offload
     if s.config.memory_recipe.fsdp_cpu_offload or offload == "full":
         return end + Cost({"host_adamw": s.hardware.seconds("host_adamw", mine)})
     if offload:

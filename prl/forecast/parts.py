@@ -54,7 +54,7 @@ def mlp_parts(s: Setting) -> Iterator[Part]:
     yield Part(
         "up", "mlp", *s.matmul(n, hidden, wide * inner), kept=wide * inner * BF16, weights=((inner, hidden),) * wide
     )
-    kept = inner * (1 if s.compiled or not s.gated else 2) * BF16
+    kept = 0 if s.casts_activations(inner) else inner * (1 if s.compiled or not s.gated else 2) * BF16
     yield Part("act", "mlp" if s.compiled else "mlp act", *s.elementwise((wide + 1) * inner), kept=kept)
     down = join(s.matmul(n, inner, hidden), s.elementwise(3 * hidden))
     yield Part("down", "mlp", *down, weights=((hidden, inner),), again=NOTHING)
@@ -78,7 +78,7 @@ def expert_parts(s: Setting) -> Iterator[Part]:
     yield Part("spread", "moe", *spread, kept=top * width * BF16)
     up = s.matmul(rows, width, wide * inner, "grouped")
     yield Part("up", "moe", *up, kept=top * wide * inner * BF16, weights=((card.num_experts, wide * inner, width),))
-    kept = top * inner * (1 if s.compiled or not s.gated else 3) * BF16
+    kept = 0 if s.casts_activations(inner) else top * inner * (1 if s.compiled or not s.gated else 3) * BF16
     yield Part("act", "moe act", *s.elementwise(top * (wide + 1) * inner), kept=kept)
     down = join(s.matmul(rows, inner, width, "grouped"), s.copies((1 + top) * width, (1 + top) * width))
     down = join(down, dispatched(s, width), s.elementwise(3 * hidden))
@@ -89,12 +89,13 @@ def expert_parts(s: Setting) -> Iterator[Part]:
         yield Part("fc2", "moe", *fc2, kept=latent * BF16, weights=((hidden, latent),), again=NOTHING)
     if shared:
         up = s.matmul(n, hidden, wide * shared)
-        kept = (wide + (1 if s.compiled else 2)) * shared * BF16
+        activated = 0 if s.casts_activations(shared) else 1 if s.compiled else 2
+        of_shared = (wide + activated) * shared * BF16
         yield Part(
             "shared up",
             "moe",
             *join(up, s.elementwise((wide + 1) * shared)),
-            kept=kept,
+            kept=of_shared,
             weights=((shared, hidden),) * wide,
         )
         down = s.matmul(n, shared, hidden)
@@ -106,7 +107,8 @@ def dispatched(s: Setting, width: int) -> Both:
     if s.mesh.ep == 1:
         return NOTHING, NOTHING
     cost = moved_rows(s, s.tokens * width * BF16)
-    waited = Cost({name: t * s.hardware.constants.expert_wait for name, t in cost.seconds.items()}, cost.traffic)
+    wait = 1.0 if s.even_experts else s.hardware.constants.expert_wait
+    waited = Cost({name: t * wait for name, t in cost.seconds.items()}, cost.traffic)
     return waited, waited
 
 

@@ -102,6 +102,16 @@ class Setting:
     def fp8(self) -> bool:
         return self.config.model.fp8 != "none"
 
+    def casts_activations(self, inner: int) -> bool:
+        """Whether MLPs of so many units never write their activation (`models/fp8/activations.py`)."""
+        return self.fp8 and self.gated and inner % 128 == 0
+
+    @property
+    def even_experts(self) -> bool:
+        """Whether no expert rank waits for a fuller one: a choice of the benchmark."""
+        bench = getattr(self.config, "bench", None)
+        return bench is not None and bench.experts == "even"
+
     @property
     def gated(self) -> bool:
         family = FAMILIES.get(self.card.family)
