@@ -102,6 +102,10 @@ def test_the_seed_of_random_weights_counts_where_they_are_drawn_with_it(override
         (["bench.baseline_checkpointing=false"], "bench.baseline_checkpointing has no effect"),
         (["bench.target=inference", "bench.profile=true"], "bench.profile has no effect"),
         (["bench.target=stack", "bench.random_weights=false"], "bench.random_weights has no effect"),
+        (
+            ["model=tiny_qwen3_moe", "bench.experts=even", "model.router_bias_update_rate=0.1"],
+            "model.router_bias_update_rate has no effect",
+        ),
         (["model.init_seed=3"], "model.init_seed has no effect"),
         ([*READ, "model.path=/a/checkpoint", "model.init_seed=3"], "model.init_seed has no effect"),
     ],

@@ -214,6 +214,9 @@ def _bench(config: RunConfig) -> Iterator[Idle]:
         yield Idle(("bench.experts",), what, "there are no experts of ours to choose among")
     elif not trains:
         yield Idle(("bench.experts",), where, "rows are the trainer's", "bench.target=trainer_rl")
+    elif config.bench.experts == "even":
+        keys = ("model.router_bias_update_rate",)
+        yield Idle(keys, "bench.experts=even", "no router chooses experts", "bench.experts=router")
     if target in ("inference", *WHOLE_RUNS):  # doc_len may stay: sweeps over targets say it for their trainers
         keys = ("bench.lengths", "bench.prompt_len", "bench.micro_batches", "bench.profile")
         yield Idle(keys, where, "they belong to the trainer alone", "bench.target=trainer_rl")
