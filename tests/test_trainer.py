@@ -139,6 +139,22 @@ def test_clipping_keeps_the_direction(world, limit, kind):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "muon"])
+def test_an_optimizer_may_have_nothing_to_clip(world, kind):
+    """Muon's matrices, or what it leaves to AdamW; and that with nothing at all."""
+    model = torch.nn.ModuleDict({"matrix": torch.nn.Linear(4, 4, bias=False), "norm": torch.nn.LayerNorm(4)})
+    optimizers = build_optimizers(model, OptimConfig(type=kind, lr=0.1))
+    for name in ("norm", "matrix", ""):
+        before = {n: param.detach().clone() for n, param in model.named_parameters()}
+        for n, param in model.named_parameters():
+            param.grad = torch.ones_like(param) if name and n.startswith(name) else None
+        for optimizer in optimizers:
+            scale_gradients(optimizer, 0.5)
+            optimizer.step()
+        for n, param in model.named_parameters():
+            assert torch.equal(param, before[n]) == (param.grad is None)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_are_not_scaled(world, bad):
     norm, factor = gradient_norm([torch.tensor([1.0, bad])], 1.0, dist.group.WORLD)

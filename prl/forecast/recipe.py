@@ -33,7 +33,7 @@ def apply_recipe(setting: Setting, layer: Layer) -> Recipe:
     ac = setting.config.memory_recipe.ac
     parts = layer.parts
     forward, backward = total(p.forward for p in parts), total(p.backward for p in parts)
-    whole, weights = sum(p.kept for p in parts), sum(weights_of(p) for p in parts)
+    whole, weights = sum(p.kept for p in parts), sum(weights_of(setting, p) for p in parts)
     if ac.mode == "none":
         return Recipe(forward, NOTHING, backward, whole, whole, weights)
     if ac.mode == "full":
@@ -43,12 +43,13 @@ def apply_recipe(setting: Setting, layer: Layer) -> Recipe:
         return Recipe(forward, repeated, backward, kept * part + whole * (1 - part), whole, weights * (1 - part))
     dropped = [p for p in parts if is_dropped(setting, p, ac.targets or DEFAULT_TARGETS)]
     kept = whole - sum(p.kept for p in dropped)
-    cast = weights - sum(weights_of(p) for p in dropped)
+    cast = weights - sum(weights_of(setting, p) for p in dropped)
     return Recipe(forward, total(p.repeated for p in dropped), backward, kept, whole, cast)
 
 
-def weights_of(part: Part) -> int:
-    return sum(prod(shape) for shape in part.weights)
+def weights_of(setting: Setting, part: Part) -> int:
+    """Those that are cast; experts in FP8 are quantised as they are."""
+    return sum(prod(shape) for shape in part.weights if len(shape) < 3 or not setting.fp8)
 
 
 def is_dropped(setting: Setting, part: Part, targets: tuple[str, ...]) -> bool:

@@ -183,4 +183,6 @@ def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
     elif factor != 1:  # most steps of a run exceed no limit: what stays as it is, is neither read nor written
         on_host = optimizer.gradients() if isinstance(optimizer, HostOptimizer) else []
         params = parameters_of(optimizer.param_groups)
-        torch._foreach_mul_(on_host + [local_part(param.grad) for param in params if param.grad is not None], factor)
+        gradients = on_host + [local_part(param.grad) for param in params if param.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)

@@ -95,4 +95,4 @@ class Fp8DenseMLP(DenseMLP):
         if x.is_cuda and gate.out_features % BLOCK:  # kernels want whole blocks
             return down(self.activate(*apply_linears(x, [gate, up])))
         y, _ = fp8_swiglu(x.reshape(-1, x.shape[-1]), gate.weight, up.weight, down.weight, gate.backend)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
