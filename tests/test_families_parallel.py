@@ -167,9 +167,7 @@ def test_every_gradient_equals_that_of_one_process(results, alone, name, case):
 
 @pytest.mark.parametrize("case", EMULATED)
 def test_fp8_is_as_near_to_one_process_as_its_rounding(results, alone, root, case):
-    """A number that rounds to another of its 256 neighbours here and there: steps part by what that is worth, in the
-    third a tenth of the norm, where all the rounding is worth a quarter.
-    """
+    """A number that rounds to another of its 256 neighbours here and there: steps part by what that is worth."""
     losses, norms = zip(*results["fp8", case]["history"], strict=True)
     plain = run_job(make_job(root, "deepseek_v3", "single", FP8))
     expected = list(zip(*plain["history"], strict=True))
@@ -178,8 +176,7 @@ def test_fp8_is_as_near_to_one_process_as_its_rounding(results, alone, root, cas
     assert losses[0] == pytest.approx(expected[0][0], rel=1e-5)
     assert norms[0] == pytest.approx(expected[1][0], rel=1e-3)
     assert losses == pytest.approx(expected[0], rel=0.01)
-    assert norms[1] == pytest.approx(expected[1][1], rel=0.1)
-    assert norms == pytest.approx(expected[1], rel=0.2)
+    assert norms == pytest.approx(expected[1], rel=0.1)
 
 
 @pytest.mark.parametrize("case", LEARNING)

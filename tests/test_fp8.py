@@ -219,6 +219,17 @@ def test_a_dense_mlp_multiplies_what_linears_would():
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("size", [384, 96])
+def test_the_activation_of_a_dense_mlp_is_not_kept(size):
+    """Where units are whole blocks; others are linears, each of which keeps what it reads."""
+    _, scaled = pair_of_mlps(256, size)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        scaled(torch.randn(128, 256, requires_grad=True))
+    assert ((128, 2 * size) in kept) == (size % BLOCK == 0)
+    assert ((128, size) in kept) == (size % BLOCK > 0)
+
+
 def test_frozen_weights_of_a_dense_mlp_get_no_gradient():
     _, scaled = pair_of_mlps(128, 128)
     scaled.up_proj.weight.requires_grad_(False)

@@ -92,7 +92,7 @@ class Fp8DenseMLP(DenseMLP):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         assert isinstance(gate, Fp8Linear)
         assert isinstance(up, Fp8Linear)
-        if x.is_cuda and gate.out_features % BLOCK:  # kernels want whole blocks
+        if gate.out_features % BLOCK:  # a block would hold some of both, and kernels want whole ones
             return down(self.activate(*apply_linears(x, [gate, up])))
         y, _ = fp8_swiglu(x.reshape(-1, x.shape[-1]), gate.weight, up.weight, down.weight, gate.backend)
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -28,8 +28,13 @@ from prl.models.fp8.groups import GroupedRows, group_rows
 from prl.models.sharding import local_part
 
 
-class _ScaledExperts(torch.autograd.Function):
-    """`scaled_experts`."""
+class ScaledExperts(torch.autograd.Function):
+    """x [Mp, H] in `groups`, first [E, 2I, H], down [E, H, I], scale [Mp] -> down_e (silu(gate) * up * scale) [Mp, H];
+    where there is no gate, first [E, I, H] and the squared ReLU.
+
+    casts: of the weights. It does not matter what lies in rows of padding of x, in the gradients neither; scale is
+    finite there.
+    """
 
     @staticmethod
     def forward(
@@ -66,24 +71,6 @@ class _ScaledExperts(torch.autograd.Function):
         return grad_x, grad_first, grad_down, grad_scale.to(scale.dtype), None, None, None
 
 
-def scaled_experts(
-    x: Tensor,
-    first: Tensor,
-    down: Tensor,
-    scale: Tensor,
-    groups: GroupedRows,
-    casts: Sequence[Casts],
-    backend: Backend,
-) -> Tensor:
-    """x [Mp, H] in `groups`, first [E, 2I, H], down [E, H, I], scale [Mp] -> down_e (silu(gate) * up * scale) [Mp, H];
-    where there is no gate, first [E, I, H] and the squared ReLU.
-
-    casts: of the weights. It does not matter what lies in rows of padding of x, in the gradients neither; scale is
-    finite there.
-    """
-    return _ScaledExperts.apply(x, first, down, scale, groups, casts, backend)
-
-
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +92,7 @@ class Fp8Experts(Experts):
             early or self.casts_of(weight.detach(), x.dtype)
             for early, weight in zip(self.casts, (first, down), strict=True)
         ]
-        return scaled_experts(x, first, down, scale, groups, casts, self.backend)
+        return ScaledExperts.apply(x, first, down, scale, groups, casts, self.backend)
 
     def casts_of(self, weight: Tensor, dtype: torch.dtype) -> Casts:
         return Casts(*(Early(functools.partial(cast_blocks, weight, turned, dtype)) for turned in (False, True)))
