@@ -24,6 +24,7 @@ from prl.forecast.hardware import load_hardware
 from prl.forecast.layers import layers_in_order, layers_of, root_weights
 from prl.forecast.memory import GIB, moments, peak_memory, units_of, whole_gradients
 from prl.forecast.parts import moved_rows, parts_of_a_token
+from prl.forecast.recipe import apply_recipe
 from prl.forecast.report import render
 from prl.forecast.rollout import Fleet, cache_bytes, fleet_of, number_bytes, rollouts_of, room_for_cache
 from prl.forecast.setting import Setting
@@ -445,3 +446,13 @@ def test_layers_that_share_a_choice_hold_and_gather_no_index_keys() -> None:
         for chooses in (True, False)
     ]
     assert sent[1] / sent[0] == pytest.approx(576 / (576 + s.card.index_head_dim))
+
+
+def test_experts_in_fp8_keep_no_cast_weights() -> None:
+    """They are quantised as they are; attention's are cast first, as without FP8."""
+    told = ["model=qwen3_30b_a3b", "memory=balanced", "memory_recipe.compile=true"]
+    settings = [bench(*told, *more) for more in ((), ("model.fp8=emulated",))]
+    cast = [apply_recipe(s, layers_of(s)[0][1]).cast for s in settings]
+    layer = layers_of(settings[0])[0][1]
+    assert cast[0] - cast[1] == layer.experts > 0
+    assert cast[1] > 0

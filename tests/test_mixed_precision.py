@@ -15,6 +15,8 @@ from trainer_ranks import Job, build_policy, rows_of
 from prl.models.adapters.lora import is_adapter, whole_tensor
 from prl.models.checkpoints.writing import hf_tensors, save_checkpoint
 from prl.models.experts.routing import Router
+from prl.models.experts.stacked import Experts
+from prl.models.fp8.apply import apply_fp8
 from prl.models.layers.latent_attention import LatentAttention
 from prl.models.sharding import is_sharded
 from prl.models.state_space.mixer import Decay
@@ -117,6 +119,17 @@ def test_little_is_cast_before_the_model_runs(name):
     finally:
         mixed_precision.CastTogether = wanted
     assert 0 < sum(param.numel() for param in casts) <= vectors + routers < whole / 5
+
+
+def test_experts_in_fp8_round_their_weights_themselves():
+    model = random_model(family_card("qwen3_moe"))
+    apply_fp8(model, "emulated")
+    compute_in(model, torch.bfloat16)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts
+    for module in experts:
+        assert module.down_proj is module._parameters["down_proj"]
+        assert module.down_proj.dtype == torch.float32
 
 
 def test_parameters_that_were_replaced_are_read():
