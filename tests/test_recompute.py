@@ -283,7 +283,7 @@ def test_with_compiled_parts(kind, mode):
     results = []
     for ac in (None, MODES[mode]):
         model = random_model(CARDS[kind](num_hidden_layers=1), std=0.1)
-        apply_compile(model, True)
+        apply_compile(model, True, ac)
         if ac is not None:
             apply_checkpointing(model, ac, compiled=True)
         results.append(gradients(model, attend))

@@ -86,7 +86,7 @@ def build_sharded(config: RunConfig, path: Path | None, world: World) -> Decoder
         check_head(model)
     elif config.memory_recipe.optim_cpu_offload == "full":
         cast_parameters(model, compute_dtype(config), requires_grad=True)  # float32 masters live on the host
-    apply_compile(model, config.memory_recipe.compile)
+    apply_compile(model, config.memory_recipe.compile, config.memory_recipe.ac)
     apply_checkpointing(model, config.memory_recipe.ac, config.memory_recipe.compile)
     apply_activation_offload(model, config.memory_recipe.ac_offloading, world.device)
     alone = goes_without_fsdp(config, world.size)

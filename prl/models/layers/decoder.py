@@ -29,8 +29,8 @@ from prl.models.state_space.mixer import draw_decay
 
 class DecoderLayer(nn.Module):
     """Attention block, then MLP block, each with its residual. The blocks are methods of their own, and the parts that
-    run no attention kernel and no communication (`project`, `join`) too, so that checkpointing and compilation can
-    wrap exactly them. A layer of some families has one of the blocks alone.
+    run no attention kernel and no communication too (`project`, `join`, of dense layers `finish`), so that
+    checkpointing and compilation can wrap exactly them. A layer of some families has one of the blocks alone.
     """
 
     self_attn: Attention | LatentAttention
@@ -51,19 +51,30 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | LatentAttend, recorder: RoutingRecorder | None
     ) -> Tensor:
+        if self.is_dense:
+            return self.finish(x, self.attended(x, cos, sin, attend))
         if self.mixes_tokens:
             x = self.attention_block(x, cos, sin, attend)
         return self.mlp_block(x, recorder) if self.has_mlp else x
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing is exchanged behind attention."""
+        return self.mixes_tokens and self.has_mlp and isinstance(self.mlp, DenseMLP)
+
     def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | LatentAttend) -> Tensor:
+        return self.join(x, self.attended(x, cos, sin, attend))
+
+    def attended(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | LatentAttend) -> Tensor:
+        """x [N, H] -> what attention gives, before its output projection."""
         q, k, v, *index = self.project(x, cos, sin)
         if isinstance(attend, LatentAttend):
             assert isinstance(self.self_attn, LatentAttention)
-            return self.join(x, attend(self.self_attn.layer_idx, q, k[:, 0], *self.self_attn.of_heads()))
+            return attend(self.self_attn.layer_idx, q, k[:, 0], *self.self_attn.of_heads())
         if index:
             assert isinstance(attend, SparseAttend), "a layer with an indexer"
             attend.choose(self.self_attn.layer_idx, *index)
-        return self.join(x, attend(self.self_attn.layer_idx, q, k, v))
+        return attend(self.self_attn.layer_idx, q, k, v)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """x [N, H] -> q, k, v as `Attend` wants them, and what `SparseAttend.choose` does."""
@@ -71,6 +82,10 @@ class DecoderLayer(nn.Module):
 
     def join(self, x: Tensor, attended: Tensor) -> Tensor:
         return x + self.self_attn.output(attended)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Of a dense layer all that follows attention."""
+        return self.mlp_block(self.join(x, attended), None)
 
     def mlp_block(self, x: Tensor, recorder: RoutingRecorder | None) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x), recorder)
