@@ -122,6 +122,7 @@ OTHERS = {
     "model.card.cp_styles": "[ring]",
     "model.card.ac_targets": "[norm]",
     "model.card.max_position_embeddings": "255",
+    "parallelism.dp_replicate": "2",
     "parallelism.dp_shard": "4",
     "parallelism.ep": "2",
     "deployment.num_train_gpus": "2",

@@ -25,6 +25,7 @@ from prl.trainer.world import build_world
 LAYOUTS = {
     "fsdp": ["parallelism=fsdp"],
     "hsdp2": ["parallelism=hsdp2"],
+    "ddp": ["parallelism=ddp", "deployment.num_train_gpus=4"],
     "ep2, sharded": ["parallelism=ep2", "deployment.num_train_gpus=4"],
     "ep4, whole": ["parallelism.ep=4", "deployment.num_train_gpus=4"],
     "bfloat16": ["parallelism=fsdp", "model.dtype=bfloat16"],
@@ -34,7 +35,7 @@ DTYPES = ("float32", "bfloat16")
 
 @contextmanager
 def bytes_reduced() -> Iterator[Counter[torch.dtype]]:
-    """Bytes of gradients that FSDP gives to collectives, by what they are added up in."""
+    """Bytes of gradients that collectives are given, by what they are added up in."""
     given: Counter[torch.dtype] = Counter()
     scatter, everywhere = DefaultReduceScatter.__call__, dist.all_reduce
 
@@ -43,12 +44,13 @@ def bytes_reduced() -> Iterator[Counter[torch.dtype]]:
         return scatter(self, output_tensor, input_tensor, *more, **options)
 
     def all_reduce(rows: torch.Tensor, *args: Any, **options: Any) -> Any:
-        given[rows.dtype] += rows.nbytes
+        given[rows.dtype] += rows.nbytes if rows.is_floating_point() else 0
         return everywhere(rows, *args, **options)
 
     DefaultReduceScatter.__call__, dist.all_reduce = reduce_scatter, all_reduce  # type: ignore[method-assign]
     try:
         yield given
+        del given[torch.uint8]
     finally:
         DefaultReduceScatter.__call__, dist.all_reduce = scatter, everywhere  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ FOUR = ["deployment.num_train_gpus=4"]
 OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}"
 DENSE = {
     "fsdp": ("fsdp", []),
+    "ddp": ("ddp", ["memory=balanced", "deployment.num_train_gpus=2"]),
     "hsdp2 selective": ("hsdp2", ["memory=selective", OFFLOAD]),
     "cp2": ("cp2", ["memory=tight", "memory_recipe.compile=true"]),  # compiled in two ranks: seconds of CPU each
     "cp2_ring": ("cp2_ring", []),

@@ -34,7 +34,7 @@ def policies(world, tmp_path, monkeypatch):
         job = Job(str(path), family=name, overrides=["model.dtype=bfloat16", *overrides])
         plain = build_policy(job, world)
         with monkeypatch.context() as patch:
-            patch.setattr(parallelize, "goes_without_fsdp", lambda config, ranks: False)
+            patch.setattr(parallelize, "goes_without_fsdp", lambda *_: False)
             return plain, build_policy(job, world)
 
     return build

@@ -17,6 +17,7 @@ EXPERTS, LAYERS = 8, 4  # with two layers nothing would be offloaded
 LAYOUTS = {
     "fsdp": [],
     "hsdp2": [],
+    "ddp": ["deployment.num_train_gpus=4"],
     "ep2": [],
     "cp2": [],
     "cp2_ring": [],
@@ -36,6 +37,14 @@ NODES = {
     "ep4 cp2, 2 nodes of 2": ("ep2_cp2", ["parallelism.ep=4", *nodes_of(2, 2)]),
     "ep8, 2 nodes of 4": ("ep8", nodes_of(2, 4)),
     "ep4 cp2 tight, 4 nodes of 2": ("ep8_cp2", ["parallelism.ep=4", "memory=tight", *nodes_of(4, 2)]),
+}
+# what goes without FSDP, and what keeps it
+REPLICAS = {
+    "balanced, compiled": ["memory=balanced", "memory_recipe.compile=true"],
+    "optim_cpu_offload": ["memory_recipe.optim_cpu_offload=true"],
+    "optim_cpu_offload=full": ["memory_recipe.optim_cpu_offload=full"],
+    "fsdp_cpu_offload": ["memory_recipe.fsdp_cpu_offload=true"],
+    "ac_offloading": ["memory=tight"],
 }
 TWO_LAYERS = 20_000  # parameters: more than one layer has, and less than two
 UNITS = [
@@ -60,7 +69,7 @@ LORA = [
     "memory_recipe.lora.targets=[q_proj,k_proj,v_proj,o_proj,experts]",
     "memory_recipe.lora.alpha=32",
 ]
-LORA_LAYOUTS = ("fsdp", "hsdp2", "ep2", "cp2", "ep2_cp2")
+LORA_LAYOUTS = ("fsdp", "hsdp2", "ddp", "ep2", "cp2", "ep2_cp2")
 LORA_LEVERS = {
     "lora ac full": ["memory_recipe.ac.mode=full"],
     "lora selective, offloading": ["memory_recipe.ac.mode=selective", "memory_recipe.ac_offloading.enabled=true"],
@@ -126,6 +135,8 @@ def parallel(model_path, tmp_path_factory):
     jobs = {(layout, "none"): make_job(model_path, layout, *more) for layout, more in LAYOUTS.items()}
     for recipe in RECIPES:
         jobs["fsdp", recipe] = make_job(model_path, "fsdp", f"memory={recipe}")
+    for name, overrides in REPLICAS.items():
+        jobs["ddp", name] = make_job(model_path, "ddp", "deployment.num_train_gpus=2", *overrides)
     jobs["ep2", "tight"] = make_job(model_path, "ep2", "memory=tight")
     jobs["cp2_ring", "tight"] = make_job(model_path, "cp2_ring", "memory=tight")
     for layout in LORA_LAYOUTS:
@@ -163,7 +174,7 @@ def run_worlds(jobs, directory):
 
 
 CASES = [(layout, "none") for layout in LAYOUTS]
-CASES += [("nodes", name) for name in NODES]
+CASES += [("nodes", name) for name in NODES] + [("ddp", name) for name in REPLICAS]
 CASES += [("fsdp", recipe) for recipe in RECIPES] + [("ep2", "tight"), ("cp2_ring", "tight")]
 COMBINED = [("ep2", lever) for lever in LEVERS] + [(layout, "together") for layout in TOGETHER] + [("fsdp", "compile")]
 LORA_COMBINED = [("ep2", lever) for lever in LORA_LEVERS] + [(layout, "lora together") for layout in LORA_TOGETHER]
@@ -239,7 +250,7 @@ def test_world_sizes_are_those_of_the_layouts(model_path):
     sizes = {name: job_mesh(make_job(model_path, name, *more)).world_size for name, more in LAYOUTS.items()}
     over = {name: job_mesh(make_job(model_path, layout, *more)) for name, (layout, more) in NODES.items()}
     assert [(mesh.world_size, mesh.ep, mesh.cp) for mesh in over.values()] == [(4, 4, 2), (8, 8, 1), (8, 4, 2)]
-    assert sizes == {"fsdp": 4, "hsdp2": 4, "ep2": 2, "cp2": 2, "cp2_ring": 2, "ep2_cp2": 4, "ep8_cp2": 8}
+    assert sizes == {"fsdp": 4, "hsdp2": 4, "ddp": 4, "ep2": 2, "cp2": 2, "cp2_ring": 2, "ep2_cp2": 4, "ep8_cp2": 8}
 
 
 def test_every_shipped_choice_is_covered():

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prl.config.schema import OptimConfig
-from prl.trainer.optim import ShardedAdamW, build_optimizers
+from prl.trainer.optim import ShardedAdamW, build_optimizers, gradient_norm, prepare
 
 
 class Operands(TorchDispatchMode):
@@ -72,6 +72,8 @@ def test_the_kernel_steps_as_torch_does():
         for mine, other in zip(*params, strict=True):
             mine.grad = None if step == 2 and mine.numel() == 16 else torch.randn_like(mine)
             other.grad = None if mine.grad is None else mine.grad * factor
+        if step != 1:
+            ours.prepare()
         ours.factor = factor
         ours.step()
         theirs.step()
@@ -79,6 +81,31 @@ def test_the_kernel_steps_as_torch_does():
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=2e-6)
             for name, value in theirs.state[other].items():
                 torch.testing.assert_close(ours.state[mine][name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_prepared_is_stepped_or_forgotten(world):
+    """In a run the host does it before it waits for the norm, which tells whether there is a step."""
+    norms, steps = [], []
+    weights = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizers = [
+        kind([weight], 0.1, fused=True) for kind, weight in zip((ShardedAdamW, torch.optim.AdamW), weights, strict=True)
+    ]
+    ours = optimizers[0]
+    collect = ours.collect
+    ours.collect = lambda group: steps.append(len(norms)) or collect(group)
+    for taken in (True, True, False, True):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 3.0 + len(norms))
+        gradient_norm([weights[0].grad], 1.0, world.dense.get_group("fsdp"), lambda: prepare(optimizers))
+        assert (ours.collected is None) == (not norms), "the first step makes the moments"
+        norms.append(taken)
+        for optimizer in optimizers:
+            if taken:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert ours.collected is None
+        assert torch.equal(*weights)
+    assert steps == [1, 1, 2, 3]  # of how many norms were known then: but for the first step, of those before
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

@@ -221,7 +221,7 @@ def test_names_are_the_same_under_activation_checkpointing(world, model_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_whole_only_where_they_are_used(world, tmp_path, monkeypatch, tied):
     """Untied, that is; a head's gradient is reduced while the layers still run backward."""
-    monkeypatch.setattr(parallelize, "goes_without_fsdp", lambda config, ranks: False)  # one rank, but as several
+    monkeypatch.setattr(parallelize, "goes_without_fsdp", lambda *_: False)  # one rank, but as several
     card = family_card("llama").model_copy(update={"tie_word_embeddings": tied})
     save_checkpoint(hf_tensors(random_model(card)), tmp_path, card)
     config = job_config(Job(str(tmp_path), family="llama"))

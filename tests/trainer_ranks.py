@@ -129,9 +129,10 @@ def accumulate(policy: Policy, step: int, bad: bool = False) -> float:
     rows = rows_of(step, share=world.size > 1 and shares_prefixes(policy.config))
     targets = sum(int(row.loss_mask.sum()) for row in rows)
     loss = 0.0
-    for index in deal_rows([row.num_tokens for row in rows], world.data_ranks)[world.data_rank]:
+    mine = deal_rows([row.num_tokens for row in rows], world.data_ranks)[world.data_rank]
+    for at, index in enumerate(mine, 1):
         micro = rows[index] if index >= 0 else padding_micro_batch(rows[0])
-        share = -policy.forward(micro, loss_tokens=targets).logp.sum() / targets
+        share = -policy.forward(micro, loss_tokens=targets, last=at == len(mine)).logp.sum() / targets
         (share * float("nan") if bad and world.rank == 0 else share).backward()
         loss += share.item()
     return loss
@@ -140,6 +141,8 @@ def accumulate(policy: Policy, step: int, bad: bool = False) -> float:
 def take_gradients(policy: Policy, step: int) -> dict[str, Tensor]:
     """Whole ones of a step that is not taken, by parameter, before clipping. A collective of the world."""
     accumulate(policy, step)
+    if policy.replicas is not None:
+        policy.replicas.finish()
     taken = {}
     for name, param in policy.model.named_parameters():
         if param.grad is not None:

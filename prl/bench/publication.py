@@ -98,7 +98,7 @@ def measure(load: Load) -> dict[str, float]:
     card = {key: size // load.shrink for key, size in SIZES.items()} | {"num_hidden_layers": load.layers}
     config = compose(["model=qwen3_235b_a22b", *(f"model.card.{key}={size}" for key, size in card.items())])
     model, processes = build_meta(config, None), Processes()
-    table = OwnShards(model, WIRE, SimpleNamespace(is_main=True)).table  # type: ignore[arg-type]
+    table = OwnShards(model, WIRE, SimpleNamespace(is_main=True, rank=0, size=1)).table  # type: ignore[arg-type]
     holdings = holdings_of(table, load)
     gc.collect()
     gc.freeze()  # so that its marks do not copy the pages that all share

@@ -89,7 +89,7 @@ class TrainerBench:
         losses = []
         for row in rows:
             self.ctx.beat()
-            losses.append(backward(row))
+            losses.append(backward(row, row is rows[-1]))
         watch.lap("forward_backward")
         self.policy.optimizer_step(step)
         watch.lap("clip_optimizer")
@@ -106,17 +106,19 @@ class TrainerBench:
         dist.all_reduce(total)
         return round(total.item() / self.world.cp)
 
-    def backward_of(self, trained: int, documents: int) -> Callable[[MicroBatch], Tensor]:
-        """Forward and backward of one row; returns its share of the loss, on the device."""
+    def backward_of(self, trained: int, documents: int) -> Callable[[MicroBatch, bool], Tensor]:
+        """Forward and backward of one row, and whether it is the step's last; returns its share of
+        the loss, on the device.
+        """
         algo = self.config.algo
         denominator = loss_denominator(algo, trained, documents)
 
-        def rl(row: MicroBatch) -> Tensor:
-            stats = self.policy.forward(row, loss_tokens=trained)
+        def rl(row: MicroBatch, last: bool) -> Tensor:
+            stats = self.policy.forward(row, loss_tokens=trained, last=last)
             return backward_rl(algo, row, stats, denominator)[0][0]
 
-        def sft(row: MicroBatch) -> Tensor:
-            loss = -self.policy.forward(row, loss_tokens=trained).logp.sum() / trained
+        def sft(row: MicroBatch, last: bool) -> Tensor:
+            loss = -self.policy.forward(row, loss_tokens=trained, last=last).logp.sum() / trained
             loss.backward()
             return loss.detach()
 

@@ -97,7 +97,7 @@ __all__ = [
 class ParallelismConfig(Group):
     """Group `parallelism`: the trainer's device mesh."""
 
-    dp_replicate: Devices = 1
+    dp_replicate: Devices | Literal["auto"] = 1
     dp_shard: Devices | Literal["auto"] = "auto"
     ep: Devices | Literal["auto"] = 1
     cp: Devices = 1

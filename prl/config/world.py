@@ -128,12 +128,15 @@ def shares_prefixes(config: RunConfig) -> bool:
     return config.memory_recipe.share_prefixes and rl and known and whole_row
 
 
-def goes_without_fsdp(config: RunConfig, ranks: int) -> bool:
-    """Whether one rank holds the model, and FSDP has nothing to do: neither to shard, nor to move weights to the host
-    and back. Activation offloading knows the weights that FSDP gathers, and would take casts for activations.
+def goes_without_fsdp(config: RunConfig, replicas: int, island: int) -> bool:
+    """Whether each rank holds the model, and FSDP has nothing to do: neither to shard, nor to move weights to the host
+    and back. Activation offloading knows the weights that FSDP gathers, and would take casts for activations. An
+    optimizer on the host has gradients that are reduced already, micro-batch by micro-batch.
     """
     recipe = config.memory_recipe
-    return ranks == 1 and not recipe.fsdp_cpu_offload and not recipe.ac_offloading.enabled
+    if replicas > 1 and recipe.optim_cpu_offload == "full":
+        return False
+    return island == 1 and not recipe.fsdp_cpu_offload and not recipe.ac_offloading.enabled
 
 
 def experts_go_without_fsdp(config: RunConfig, ranks: int, ep: int) -> bool:
@@ -211,11 +214,12 @@ def _lowest(count: int, taken: Collection[int]) -> tuple[int, ...]:
 
 def _mesh(config: RunConfig, devices: int | None) -> Mesh:
     """The mesh as asked for; `auto` is what fills the devices or, without a number of them, the smallest that fits.
+    Only one of dp_shard and dp_replicate can be (a rule says so).
 
     nodes_per_fsdp_group sets dp_replicate: each group of so many nodes holds one replica of the weights.
     """
     parallelism, deployment = config.parallelism, config.deployment
-    dp_replicate = parallelism.dp_replicate
+    dp_replicate = _replicas(config, devices)
     if deployment.type == "multi_node" and deployment.nodes_per_fsdp_group is not None:
         dp_replicate = max(1, deployment.num_train_nodes // deployment.nodes_per_fsdp_group)
     ep = 1 if parallelism.ep == "auto" else parallelism.ep
@@ -228,6 +232,14 @@ def _mesh(config: RunConfig, devices: int | None) -> Mesh:
     if parallelism.ep == "auto":
         ep = largest_ep(config.model.card.num_experts, dp_shard * parallelism.cp, parallelism.cp)
     return Mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=parallelism.cp, ep=ep)
+
+
+def _replicas(config: RunConfig, devices: int | None) -> int:
+    parallelism = config.parallelism
+    if parallelism.dp_replicate != "auto":
+        return parallelism.dp_replicate
+    island = parallelism.cp if parallelism.dp_shard == "auto" else parallelism.dp_shard * parallelism.cp
+    return max(1, (devices or 1) // island)
 
 
 def largest_ep(num_experts: int, island: int, cp: int) -> int:

@@ -15,7 +15,7 @@ from prl.forecast.optimizing import optimizer_step
 from prl.forecast.publishing import batches, publication
 from prl.forecast.rollout import Rollouts, in_turn, number_bytes, rollouts_of
 from prl.forecast.setting import Setting
-from prl.forecast.training import Pass, micro_batch
+from prl.forecast.training import Pass, micro_batch, step_end
 from prl.forecast.workload import Row, Workload, workload_of
 from prl.planning.run_plan import RunPlan
 
@@ -170,6 +170,7 @@ def timing_of(hardware: Hardware, plan: RunPlan, work: Workload) -> Timing:
             made[row] = micro_batch(Setting(hardware, plan.config, row))
         done += made[row]
     s = Setting(hardware, plan.config, work.laps[0])
+    done += step_end(s)
     published = publication(s, plan) if work.completions else NOTHING
     costs = {
         "batches": batches(s, work),

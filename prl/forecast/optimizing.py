@@ -6,8 +6,8 @@ from collections import Counter
 
 from prl.forecast.cost import HOST, NIC, NVLINK, Cost
 from prl.forecast.layers import layers_of, root_weights
-from prl.forecast.setting import Setting
-from prl.forecast.sharding import dense_group
+from prl.forecast.setting import BF16, Setting
+from prl.forecast.sharding import dense_group, replica_group
 
 # a parameter: what is read and written in float32. Clipping is a norm, and a multiplication that AdamW does on the way
 NORM_BYTES, CLIP_BYTES, ADAMW_BYTES, MUON_BYTES = 4, 8, 28, 24
@@ -47,8 +47,11 @@ def optimizer_step(s: Setting) -> Cost:
 
 
 def muon(s: Setting) -> Cost:
-    """Products of whole matrices, dealt over the island's ranks; the exchange hides behind them, or shows."""
-    group, hardware = dense_group(s), s.hardware
+    """Products of whole matrices, dealt over the island's ranks, or over replicas without FSDP, which send each other
+    the updates; the exchange hides behind them, or shows.
+    """
+    replicas = s.alone and s.mesh.dp_replicate > 1
+    group, hardware = replica_group(s) if replicas else dense_group(s), s.hardware
     flops, numbers = 0.0, 0.0
     shapes: Counter[tuple[int, ...]] = Counter()
     for count, layer in layers_of(s):
@@ -63,6 +66,8 @@ def muon(s: Setting) -> Cost:
     if group.ranks == 1:
         return Cost({"muon": products})
     sent = numbers / group.ranks * MUON_TRAVELS * (group.ranks - 1) / group.ranks
+    if replicas:
+        sent = numbers / group.ranks * BF16 * (group.ranks - 1)
     outside = sent * (group.ranks - group.near) / (group.ranks - 1)
     times = {
         "nvlink_all_to_all": hardware.seconds("nvlink_all_to_all", sent - outside),

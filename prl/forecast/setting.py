@@ -75,7 +75,7 @@ class Setting:
     @cached_property
     def alone(self) -> bool:
         """Whether weights are cast where they lie, and FSDP has no part in it."""
-        return not self.before and goes_without_fsdp(self.config, self.mesh.size)
+        return not self.before and goes_without_fsdp(self.config, self.mesh.dp_replicate, self.mesh.fsdp_island)
 
     @property
     def experts_alone(self) -> bool:

@@ -15,9 +15,19 @@ from dataclasses import dataclass
 from prl.forecast.cost import HOST, NOTHING, Cost
 from prl.forecast.layers import Layer, end_weights, layers_in_order, layers_of, root_weights
 from prl.forecast.memory import waiting_tokens
+from prl.forecast.optimizing import trained_parameters
 from prl.forecast.recipe import Recipe, apply_recipe, offloaded
-from prl.forecast.setting import Setting
-from prl.forecast.sharding import dense_group, gather_layer, gathered, reduce_layer, reduced
+from prl.forecast.setting import FLOAT32, Setting
+from prl.forecast.sharding import (
+    dense_group,
+    gather_layer,
+    gathered,
+    reduce_layer,
+    reduced,
+    reduced_bytes,
+    replica_group,
+    ring,
+)
 
 # bytes of the whole head's kernels for each logit, forward and backward: the passes of log-softmax, entropy and their
 # gradients in float32 (prl/trainer/head/head.py)
@@ -53,6 +63,33 @@ def micro_batch(s: Setting) -> Pass:
     for count, layer in layers:
         whole += one_layer(s, layer, s.card.num_hidden_layers) * count
     return whole
+
+
+def step_end(s: Setting) -> Pass:
+    """Once a step, whatever the number of micro-batches: gradients of replicas without FSDP, in buckets that are added
+    up behind the last backward. Those of the embedding are made last, and show.
+    """
+    if not s.alone or s.frozen or s.mesh.dp_replicate == 1:
+        return Pass()
+    last = root_weights(s.card) - end_weights(s)
+    layers, root = (_added_up(s, what, weights) for what, weights in (
+        ("layers", trained_parameters(s)[0] - last), ("embedding", last)
+    ))  # fmt: skip
+    back = sum(
+        count * (recipe.repeated.total + recipe.backward.total)
+        for count, layer in layers_of(s)
+        for recipe in (apply_recipe(s, layer),)
+    )
+    return Pass(
+        backward=_local(layers) + _local(root), exposed=shown_of(s, layers, back) + _links(root), hidden=_links(layers)
+    )
+
+
+def _added_up(s: Setting, what: str, weights: float) -> Cost:
+    """Copied into a bucket, from which the optimizer reads; out of one that is narrower they are cast."""
+    number = reduced_bytes(s, dense_group(s))
+    moved = FLOAT32 + number + (number + FLOAT32 if number < FLOAT32 else 0)
+    return s.memory(weights * moved) + ring(s, f"DDP reductions, {what}", weights * number, replica_group(s)) * 2
 
 
 def one_layer(s: Setting, layer: Layer, layers: int) -> Pass:

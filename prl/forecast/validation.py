@@ -23,7 +23,7 @@ from prl.forecast.hardware import Constants, Hardware, load_hardware
 from prl.forecast.memory import GIB, peak_memory
 from prl.forecast.optimizing import optimizer_step
 from prl.forecast.setting import Setting
-from prl.forecast.training import micro_batch
+from prl.forecast.training import micro_batch, step_end
 
 ROWS = resources.files("prl.forecast") / "measured.yaml"
 COVERED = 0.95  # of held-out rows, by the interval
@@ -81,7 +81,7 @@ def forecast_row(hardware: Hardware, row: Measured) -> Compared:
     assert bench is not None
     assert isinstance(bench.doc_len, int)
     setting = Setting(hardware, row.config, (bench.doc_len,), row.before)
-    step_s = micro_batch(setting).seconds + optimizer_step(setting).total
+    step_s = (micro_batch(setting) + step_end(setting)).seconds + optimizer_step(setting).total
     return Compared(row, setting.tokens / step_s, peak_memory(setting).total / GIB)
 
 

@@ -7,13 +7,20 @@ is a DTensor.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+
+def gather_into(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
+    """Everyone's `mine`, one behind the other, by the name that torch has for it: another since 2.13."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(gathered, mine, group=group, async_op=async_op)
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:

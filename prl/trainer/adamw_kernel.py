@@ -58,34 +58,31 @@ def is_regular(*tensors: Tensor) -> bool:
     )
 
 
-def step(
-    lists: Sequence[Sequence[Tensor]],
-    steps: Sequence[Tensor],
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    factor: float,
-) -> None:
-    """In place: parameters, gradients (left as they are), first and second moments, `is_regular` each and of one
-    device, with how many steps each has taken, scalars there, one less than with this one.
-
-    factor: of the gradients.
+class Parameters:
+    """Lists of parameters, gradients (left as they are), first and second moments, `is_regular` each and of one device,
+    with how many steps each has taken, scalars there: as a table of where they lie, made on the host.
     """
-    params = lists[0]
-    device = params[0].device
-    torch._foreach_add_(list(steps), 1)
-    taken = torch.stack(list(steps)).double()
-    corrections = torch.stack([1 - betas[0] ** taken, (1 - betas[1] ** taken).sqrt()], 1).float()
-    begins, owners, sizes = layout(tuple(param.numel() for param in params), device)
-    addresses = torch.tensor([[t.data_ptr() for t in row] for row in zip(*lists, strict=True)], dtype=torch.int64)
-    there = addresses.pin_memory().to(device, non_blocking=True)
-    rests = (1 - betas[0], betas[1], 1 - betas[1])
-    if len(owners):
-        with torch.cuda.device(device):
-            _step[(len(owners),)](
-                there, begins, owners, sizes, corrections, lr, *rests, eps, decay, factor, BLOCK=BLOCK, num_warps=8
-            )
+
+    def __init__(self, lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> None:
+        self.lists, self.steps = lists, steps  # so that all stay where they are
+        self.sizes = tuple(param.numel() for param in lists[0])
+        addresses = [[t.data_ptr() for t in row] for row in zip(*lists, strict=True)]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).pin_memory()
+
+    def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, factor: float) -> None:
+        """In place. factor: of the gradients."""
+        device = self.lists[0][0].device
+        torch._foreach_add_(list(self.steps), 1)
+        taken = torch.stack(list(self.steps)).double()
+        corrections = torch.stack([1 - betas[0] ** taken, (1 - betas[1] ** taken).sqrt()], 1).float()
+        begins, owners, sizes = layout(self.sizes, device)
+        there = self.addresses.to(device, non_blocking=True)
+        rests = (1 - betas[0], betas[1], 1 - betas[1])
+        if len(owners):
+            with torch.cuda.device(device):
+                _step[(len(owners),)](
+                    there, begins, owners, sizes, corrections, lr, *rests, eps, decay, factor, BLOCK=BLOCK, num_warps=8
+                )
 
 
 @functools.lru_cache(maxsize=8)

@@ -4,14 +4,15 @@
 a matrix to the rank that owns it in this step, which orthogonalises all that it owns of one shape in batched products
 and sends the rows of the update back: two all-to-alls, and no product twice (as in Dion, arXiv:2504.05295, and in
 Moonlight's distributed form). While one stack is orthogonalised the next arrives. What travels and is multiplied is
-bfloat16 on GPUs, 4 bytes a number, and float32 on CPUs, where all layouts then train alike.
+bfloat16 on GPUs, 4 bytes a number, and float32 on CPUs, where all layouts then train alike. Replicas without FSDP
+(`replicas.py`) have all rows already: an owner sends its updates to all.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -21,14 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from prl.models.sharding import local_part
+from prl.models.sharding import gather_into, local_part
 
 STACK_BYTES = 256 << 20  # of matrices that a rank holds whole at a time; a larger matrix is a stack of its own
 
 
 class Muon(torch.optim.Muon):
-    """As `torch.optim.Muon`, state and groups too, for plain matrices and for DTensors whose rows are sharded over one
-    dimension of their mesh (FSDP, HSDP). All ranks of that dimension must step the same matrices in the same order.
+    """As `torch.optim.Muon`, state and groups too, for DTensors whose rows are sharded over one dimension of their mesh
+    (FSDP, HSDP), and for plain matrices, which all ranks of the world hold alike. All ranks must step the same matrices
+    in the same order.
 
     ValueError where a matrix is sharded otherwise.
     """
@@ -60,10 +62,11 @@ class Muon(torch.optim.Muon):
             for (ranks, shape, _), params in alike.items():
                 world = 1 if ranks is None else ranks.size()
                 work = load.setdefault(ranks, [0.0] * world)
+                cut = isinstance(params[0], DTensor)
                 # rows to the full: what a rank lacks of its last rows is sent as zeros, which change no product
-                rows = -(-shape[0] // world)
-                nbytes = precision(params[0].device).itemsize * world * rows * shape[1]
-                each = max(1, STACK_BYTES // nbytes) * world
+                rows = -(-shape[0] // world) if cut else shape[0]
+                nbytes = precision(params[0].device).itemsize * (world if cut else 1) * rows * shape[1]
+                each = max(1, STACK_BYTES // nbytes) * world if cut else max(world, STACK_BYTES // nbytes)
                 for first in range(0, len(params), each):
                     some = params[first : first + each]
                     owned = [0] * world
@@ -71,7 +74,8 @@ class Muon(torch.optim.Muon):
                         owned[rank] += 1
                     for rank, count in enumerate(owned):
                         work[rank] += count * min(shape) ** 2 * max(shape)
-                    yield Stack(some, [self.momentum(p) for p in some], group, ranks, owned, rows)
+                    kind = Stack if cut or ranks is None else ReplicatedStack
+                    yield kind(some, [self.momentum(p) for p in some], group, ranks, owned, rows)
 
     def momentum(self, param: Tensor) -> Tensor:
         state = self.state[param]
@@ -89,9 +93,12 @@ def _in_turn(work: list[float]) -> Iterator[int]:
 
 
 def owners_of(param: Tensor) -> dist.ProcessGroup | None:
-    """The ranks over which a matrix' rows are sharded; None where this rank has them all."""
+    """The ranks that share the work on a matrix: those over which its rows are sharded, or, of a plain one, all. None
+    where each does it by itself.
+    """
     if not isinstance(param, DTensor):
-        return None
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        return dist.group.WORLD if several else None
     sharded = [i for i, placement in enumerate(param.placements) if not placement.is_replicate()]
     sharded = [i for i in sharded if param.device_mesh.size(i) > 1]
     if not sharded:
@@ -124,10 +131,20 @@ class Stack:
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         updates = torch._foreach_lerp(gradients, momenta, momentum) if self.group["nesterov"] else momenta
         held = self.here[0].shape[0]
-        staged = self.here[0].new_empty(len(self.params), self.rows, width, dtype=precision(self.here[0].device))
-        torch._foreach_copy_(list(staged[:, :held].unbind()), list(updates))
+        updates = list(updates)[self.wanted]
+        staged = self.here[0].new_empty(len(updates), self.rows, width, dtype=precision(self.here[0].device))
+        if updates:
+            torch._foreach_copy_(list(staged[:, :held].unbind()), updates)
         staged[:, held:].zero_()
         self.buffer = staged
+        self.exchange(staged, width)
+
+    @property
+    def wanted(self) -> slice:
+        """Matrices whose rows here somebody orthogonalises."""
+        return slice(None)
+
+    def exchange(self, staged: Tensor, width: int) -> None:
         if self.ranks is not None:
             mine = self.owned[self.ranks.rank()]
             self.buffer = staged.new_empty(len(self.owned) * mine, self.rows, width)
@@ -159,8 +176,38 @@ class Stack:
         lr, decay = self.group["lr"], self.group["weight_decay"]
         if decay:
             torch._foreach_mul_(self.here, 1 - lr * decay)
-        updates = [update[: len(rows)] for rows, update in zip(self.here, self.buffer, strict=True)]
+        updates = [update[: len(rows)] for rows, update in zip(self.here, self.arrived(), strict=True)]
         torch._foreach_add_(self.here, updates, alpha=-adjusted(lr, self.group["adjust_lr_fn"], self.params[0].shape))
+
+    def arrived(self) -> Iterable[Tensor]:
+        """The updates, in the order of the parameters."""
+        return self.buffer
+
+
+class ReplicatedStack(Stack):
+    """All ranks hold all rows."""
+
+    @property
+    def wanted(self) -> slice:
+        assert self.ranks is not None
+        first = sum(self.owned[: self.ranks.rank()])
+        return slice(first, first + self.owned[self.ranks.rank()])
+
+    def exchange(self, staged: Tensor, width: int) -> None:
+        pass
+
+    def orthogonalise(self) -> None:
+        """Those that this rank owns; then all are on their way to everybody, from each rank as many as from any."""
+        group, most = self.group, max(self.owned)
+        made = newton_schulz(self.buffer, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        sent = made.new_empty(most, *made.shape[1:])
+        sent[: len(made)] = made
+        self.buffer = made.new_empty(len(self.owned) * most, *made.shape[1:])
+        self.travel = gather_into(self.buffer, sent, self.ranks, async_op=True)
+
+    def arrived(self) -> Iterable[Tensor]:
+        of_ranks = self.buffer.view(len(self.owned), -1, *self.buffer.shape[1:])
+        return chain.from_iterable(made[:count] for made, count in zip(of_ranks, self.owned, strict=True))
 
 
 def precision(device: torch.device) -> torch.dtype:

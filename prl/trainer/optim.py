@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from prl.config.schema import OptimConfig, ScheduleConfig
 from prl.models.sharding import local_part
 from prl.trainer.memory.optimizer_offload import HostOptimizer, parameters_of
 from prl.trainer.muon import Muon
+
+if TYPE_CHECKING:
+    from prl.trainer import adamw_kernel
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -54,6 +57,13 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     return optimizers
 
 
+class Collected(NamedTuple):
+    """Of a group: what the kernel steps, and lists of parameters, gradients, both moments and steps of all others."""
+
+    regular: adamw_kernel.Parameters | None
+    others: list[list[Tensor]]
+
+
 class ShardedAdamW(torch.optim.AdamW):
     """Steps what each rank holds. Element by element it is the same, and DTensor need not ask on the host, operand by
     operand, how it lies: 6.6 and 3.1 ms for 300 small parameters on two cores. State and checkpoints are DTensors.
@@ -62,25 +72,42 @@ class ShardedAdamW(torch.optim.AdamW):
     """
 
     factor = 1.0
+    collected: list[Collected] | None = None  # for the next step
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Do what the next step wants of the host now, while the device still makes the gradients, which are known.
+        The first step, which makes moments, leaves none if it is not taken.
+        """
+        if self.state:
+            self.collected = [self.collect(group) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """On GPUs by `adamw_kernel.py`, but for the odd parameter that it does not take."""
         factor, self.factor = self.factor, 1.0
-        for group in self.param_groups:
-            lists: list[list[Tensor]] = [[] for _ in range(5)]
-            params, grads, means, squares, steps = lists
-            self._init_group(group, params, grads, means, squares, [], steps)
-            if params and params[0].is_cuda:
-                from prl.trainer import adamw_kernel
+        collected, self.collected = self.collected or map(self.collect, self.param_groups), None
+        for group, (regular, others) in zip(self.param_groups, collected, strict=True):
+            if regular is not None:
+                regular.step(group["lr"], group["betas"], group["eps"], group["weight_decay"], factor)
+            step_fused(others, group, factor)
 
-                regular = [adamw_kernel.is_regular(*row) for row in zip(params, grads, means, squares, strict=True)]
-                *four, steps_taken = ([t for t, fits in zip(each, regular, strict=True) if fits] for each in lists)
-                if steps_taken:
-                    how = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-                    adamw_kernel.step(four, steps_taken, *how, factor)
-                lists = [[t for t, fits in zip(each, regular, strict=True) if not fits] for each in lists]
-            step_fused(lists, group, factor)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.collected = None
+        super().zero_grad(set_to_none)
+
+    def collect(self, group: dict[str, Any]) -> Collected:
+        lists: list[list[Tensor]] = [[] for _ in range(5)]
+        params, grads, means, squares, steps = lists
+        self._init_group(group, params, grads, means, squares, [], steps)
+        if not params or not params[0].is_cuda:
+            return Collected(None, lists)
+        from prl.trainer import adamw_kernel
+
+        fits = [adamw_kernel.is_regular(*row) for row in zip(params, grads, means, squares, strict=True)]
+        *four, taken = ([t for t, fit in zip(each, fits, strict=True) if fit] for each in lists)
+        others = [[t for t, fit in zip(each, fits, strict=True) if not fit] for each in lists]
+        return Collected(adamw_kernel.Parameters(four, taken) if taken else None, others)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill `lists` with parameters, gradients and states of `group`."""
@@ -152,6 +179,10 @@ def lr_factor(step: int, max_steps: int, schedule: ScheduleConfig) -> float:
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left
 
 
+def nothing() -> None:
+    pass
+
+
 def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -159,20 +190,32 @@ def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(gradients: list[Tensor], max_norm: float, island: dist.ProcessGroup) -> tuple[float, float]:
+def gradient_norm(
+    gradients: list[Tensor], max_norm: float, island: dist.ProcessGroup, meanwhile: Callable[[], object] = nothing
+) -> tuple[float, float]:
     """Global L2 norm of all gradients over all ranks, and the factor that brings it down to max_norm (0: 1, as where it
     is not exceeded).
 
     gradients: this rank's shards, whatever mesh their parameters lie on (experts have their own). island: the ranks of
     one FSDP island, on which every shard lies once, so one sum over them covers everything; replicas hold the same.
+    meanwhile: called once, before the host waits for the device.
     """
     total = torch.stack(torch._foreach_norm(gradients)).square().sum()
     if dist.get_world_size(island) > 1:
         dist.all_reduce(total, group=island)
     total = total.sqrt()
     factor = max_norm / (total + 1e-6) if max_norm > 0 else torch.ones_like(total)
-    norm, least = torch.stack([total, factor]).tolist()
+    both = torch.stack([total, factor])
+    meanwhile()
+    norm, least = both.tolist()
     return norm, min(least, 1.0) if math.isfinite(norm) else 1.0
+
+
+def prepare(optimizers: list[torch.optim.Optimizer]) -> None:
+    """For the steps to come, whose gradients are there or on their way."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, ShardedAdamW):
+            optimizer.prepare()
 
 
 @torch.no_grad()

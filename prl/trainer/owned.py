@@ -18,6 +18,7 @@ from prl.models.checkpoints.block_fp8 import E4M3, Grid, fresh, place_in, to_sca
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.decoder import Decoder
 from prl.models.sharding import is_sharded, local_part, place_of
+from prl.trainer.replicas import are_replicas, deal
 from prl.trainer.world import World
 from prl.transport.boxes import Boxes, Table
 
@@ -85,7 +86,7 @@ class _Part:
 
 class OwnShards:
     """Of parameters what FSDP and expert parallelism gave this rank; of buffers, which all have, and of scales, all on
-    the first.
+    the first. What replicas without FSDP have is dealt.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype | None, world: World, in_blocks: bool = False) -> None:
@@ -96,9 +97,10 @@ class OwnShards:
         self.held: list[_Part] = []
         boxes: list[list[int]] = []
         number = 0
+        owners = deal([sent.tensor.numel() for sent in self.sent], world.size) if are_replicas(model) else None
         for index, sent in enumerate(self.sent):
             shape, offset = self.places[index]
-            held = is_sharded(sent.tensor) or world.is_main
+            held = is_sharded(sent.tensor) or world.rank == (owners[index] if owners else 0)
             for _, view in sent.views:
                 found = _held_of(view, sent.tensor.shape, shape, offset) if held else None
                 if found is not None:

@@ -89,7 +89,7 @@ def build_sharded(config: RunConfig, path: Path | None, world: World) -> Decoder
     apply_compile(model, config.memory_recipe.compile, config.memory_recipe.ac)
     apply_checkpointing(model, config.memory_recipe.ac, config.memory_recipe.compile)
     apply_activation_offload(model, config.memory_recipe.ac_offloading, world.device)
-    alone = goes_without_fsdp(config, world.size)
+    alone = goes_without_fsdp(config, world.dense["dp_replicate"].size(), world.dense["fsdp"].size())
     if not alone:
         apply_fsdp(model, config, world)
     model.to_empty(device="cpu" if config.memory_recipe.fsdp_cpu_offload else world.device)

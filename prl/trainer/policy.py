@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,9 @@ from prl.trainer.head.head import logprob_head
 from prl.trainer.indexer_training import IndexerTraining
 from prl.trainer.inputs import RowInputs
 from prl.trainer.memory.optimizer_offload import local_gradients, master_weights, offload_optimizers
-from prl.trainer.optim import build_optimizers, gradient_norm, lr_factor, scale_gradients, set_lr
-from prl.trainer.parallelize import build_model
+from prl.trainer.optim import build_optimizers, gradient_norm, lr_factor, prepare, scale_gradients, set_lr
+from prl.trainer.parallelize import build_model, torch_dtype
+from prl.trainer.replicas import ReplicaGradients, are_replicas
 from prl.trainer.world import World, sum_over_world
 from prl.transport.batch import MicroBatch
 
@@ -74,17 +76,24 @@ class Policy:
             # in float32, which the model was too narrow for; what is frozen has no masters
             load_checkpoint(self.model, model_path, dict(self.model.named_parameters()) | masters)
         self.context = context_group(config, world)
+        self.replicas: ReplicaGradients | None = None
+        if are_replicas(self.model):
+            self.replicas = ReplicaGradients(self.model, torch_dtype(config.parallelism.reduce_dtype))
         self.lr = 0.0
         self.flops_formula = ""  # of what `flops` returned last
 
-    def forward(self, micro: MicroBatch, temperature: float = 1.0, loss_tokens: int = 0) -> TokenStats:
+    def forward(
+        self, micro: MicroBatch, temperature: float = 1.0, loss_tokens: int = 0, last: bool = False
+    ) -> TokenStats:
         """Log-probability and entropy of every token in the loss mask, of which the whole step has `loss_tokens` over
-        all ranks (0: nothing but a look).
+        all ranks (0: nothing but a look). last: no micro-batch of the step follows, and its gradients may travel.
 
         With context parallelism each rank runs its share of the tokens, and all ranks of the group get all results.
         """
         device = self.world.device
         self.busy.begin_lap()
+        if self.replicas is not None and last and torch.is_grad_enabled():
+            self.replicas.expect_last()
         card, impl = self.config.model.card, self.config.model.attn
         row = RowInputs.build(micro, card.num_hidden_layers, self.context, device)
         self.balance.expect(bool(micro.loss_mask.any()), row.times)
@@ -126,8 +135,13 @@ class Policy:
         start = time.perf_counter()
         self.lr = self.optim.lr * lr_factor(step, self.max_steps, self.optim.schedule)
         set_lr(self.optimizers, self.lr)
+        if self.replicas is not None:
+            self.replicas.finish()
         grad_norm, factor = gradient_norm(
-            local_gradients(self.model, self.optimizers), self.optim.max_grad_norm, self.world.dense.get_group("fsdp")
+            local_gradients(self.model, self.optimizers),
+            self.optim.max_grad_norm,
+            self.world.dense.get_group("fsdp"),
+            meanwhile=partial(prepare, self.optimizers),
         )
         applied = self._all_agree(math.isfinite(loss) and math.isfinite(grad_norm))
         for optimizer in self.optimizers:

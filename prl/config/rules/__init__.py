@@ -86,6 +86,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     parallelism.model_knows_cp_style,
     parallelism.cp_divides_rows,
     parallelism.cp_stays_in_a_node,
+    parallelism.one_size_fills_the_devices,
     parallelism.mesh_fills_the_devices,
     parallelism.custom_code_is_there,
     checkpoint.transformers_layers_can_be_trained,

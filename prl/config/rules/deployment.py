@@ -152,7 +152,7 @@ fsdp_groups_need_nodes = first_of(
         ),
     ),
     Refuse(
-        lambda c, w: c.parallelism.dp_replicate not in (1, w.mesh.dp_replicate),
+        lambda c, w: c.parallelism.dp_replicate not in (1, "auto", w.mesh.dp_replicate),
         "The weights cannot have both {parallelism.dp_replicate} and {world.mesh.dp_replicate} replicas.",
         where="{parallelism.dp_replicate=}, {deployment.nodes_per_fsdp_group=}, {deployment.num_train_nodes=}",
         why="nodes_per_fsdp_group sets dp_replicate to num_train_nodes / nodes_per_fsdp_group",

@@ -283,6 +283,15 @@ def name_of_devices(config: RunConfig) -> str:
     )
 
 
+one_size_fills_the_devices = Refuse(
+    lambda c, w: c.parallelism.dp_replicate == c.parallelism.dp_shard == "auto",
+    "Both the replicas of the weights and the ranks that share one are said to be as many as there are devices.",
+    where="{parallelism.dp_replicate=}, {parallelism.dp_shard=}",
+    why="dp_replicate * dp_shard * cp must equal the number of training devices, and only one can follow from it",
+    fix="parallelism.dp_replicate=1, or parallelism.dp_shard=1",
+)
+
+
 def mesh_fills_the_devices(config: RunConfig, world: World) -> Iterator[UserError]:
     mesh, devices = world.mesh, world.train_devices
     if devices is not None and mesh.size != devices:
@@ -290,6 +299,8 @@ def mesh_fills_the_devices(config: RunConfig, world: World) -> Iterator[UserErro
         if devices % (mesh.dp_replicate * mesh.cp):
             several = config.deployment.type == "multi_node"
             fix = "parallelism=single parallelism.dp_shard=auto" if several else "deployment.num_train_gpus=auto"
+        elif config.parallelism.dp_replicate == "auto":
+            fix = "parallelism.dp_replicate=1 parallelism.dp_shard=auto"
         yield UserError(
             f"The mesh has {mesh.size} ranks, and the deployment has {devices} training devices.",
             where=f"{name_of_devices(config)}, parallelism.dp_replicate={mesh.dp_replicate}, "

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from prl.config.schema import ModelCard
 from prl.models.layers.packed_sparse_attention import PackedSparseAttention
+from prl.models.sharding import gather_into
 from prl.trainer.context.group import ContextGroup, all_to_all
 from prl.trainer.context.ring_attention import zigzag_positions
 
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:
         ctx.context = context
         everyone = x.new_empty(context.size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(everyone, x.contiguous(), group=context.group)
+        gather_into(everyone, x.contiguous(), context.group)
         return everyone
 
     @staticmethod

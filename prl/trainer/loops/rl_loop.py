@@ -108,7 +108,8 @@ class RLTrainer:
         wanted = set(batch.meta.get("kept_documents", ()))
         for micro in batch.micro_batches:
             self.ctx.beat()
-            stats = self.policy.forward(micro, self.config.inference.sampling.temperature, batch.loss_tokens)
+            last = micro is batch.micro_batches[-1]
+            stats = self.policy.forward(micro, self.config.inference.sampling.temperature, batch.loss_tokens, last)
             part, kl = backward_rl(self.config.algo, micro, stats, denominator)
             parts.append(part)
             kls.append(kl)

@@ -113,8 +113,9 @@ class SftTrainer:
         started = time.perf_counter()
         targets = sum(int(row.loss_mask.sum()) for row in rows)
         parts, flops = [], 0.0  # on the device: the host does not wait between micro-batches
-        for micro in self.share(rows):
-            share = -self.policy.forward(micro, loss_tokens=targets).logp.sum() / targets
+        mine = self.share(rows)
+        for micro in mine:
+            share = -self.policy.forward(micro, loss_tokens=targets, last=micro is mine[-1]).logp.sum() / targets
             share.backward()
             parts.append(share.detach().double())
             flops += self.policy.flops(micro)
