@@ -34,7 +34,7 @@ from prl.runtime.people.faults import (
 from prl.runtime.people.view import clock
 from prl.runtime.process.failures import how_points_go_on, some_names, waits_for_people
 
-HEADER = ("run", "state", "step", "reward", "tokens/s", "node", "attempt", "updated", "why")
+HEADER = ("run", "state", "step", "reward or loss", "tokens/s", "node", "attempt", "updated", "why")
 WHY_WIDTH = 80
 FOLLOW_S = 2.0
 ALIVE = ("starting", "running", "stopping", "queued", "suspended")

@@ -246,6 +246,30 @@ def test_kernels_find_their_group(name, group):
 
 
 @pytest.mark.slow
+def test_a_long_step_of_a_benchmark_can_be_stopped(tmp_path):
+    """Nothing is saved, and so nothing is waited for; nor is that a failure."""
+    args = ["bench.doc_len=100000", f"output_dir={tmp_path}/r", "logging=none"]
+    process = runs.start(args, tmp_path, "prl.bench")
+    try:
+        runs.wait_for(process, lambda: state_of(tmp_path / "r") == "running", "a run", 200)
+        time.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        output = process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
+    assert time.monotonic() - began < 40
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "hang" not in output
+    assert state_of(tmp_path / "r") == "stopped"
+
+
+def state_of(run):
+    status = run / "status.json"
+    return json.loads(status.read_text())["state"] if status.is_file() else ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "sweep"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_measurement_of_the_engine_can_be_stopped(tmp_path, number, sweep):
     args = ["bench.target=inference", "bench.steps=100000", f"cache_dir={tmp_path / 'cache'}", "logging=none"]

@@ -246,6 +246,12 @@ RULES = {
         ["inference=vllm", "inference.concurrency.mode=adaptive", "+inference.vllm.disable_log_stats=true"],
         "inference.vllm.disable_log_stats=false",
     ),
+    "two sizes that fill the devices": (["parallelism=ddp", "parallelism.dp_shard=auto"], "parallelism.dp_shard=1"),
+    "replicas that do not fill them": (
+        ["parallelism=ddp", "parallelism.dp_shard=3", "deployment.num_train_gpus=4"],
+        "parallelism.dp_replicate=1 parallelism.dp_shard=auto",
+    ),
+    "no replicas": (["parallelism.dp_replicate=0"], "parallelism.dp_replicate=1"),
     "replicas twice": (
         [
             "deployment=multi_node",

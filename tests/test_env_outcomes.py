@@ -369,6 +369,17 @@ def test_what_a_template_refuses_is_the_environments(tmp_path, what):
     assert f"refuses the {what}: TemplateError: not in this order" in result.error
 
 
+class Wordy(Scripted):
+    async def run(self, split, index, answer):
+        assert await answer([user("x" * 5000)], None, self.tools) is None
+        return "t", Score(0.0, {})
+
+
+def test_a_prompt_that_does_not_fit_is_told_as_that(renderer, tmp_path):
+    (result,), _ = results_of(renderer, Wordy(never), tmp_path)
+    assert "its first prompt leaves no room for one (inference.max_model_len=" in result.error
+
+
 @pytest.mark.parametrize("replies", [0, 1, 2])
 def test_late_rollouts_count_as_zero_where_told_so(renderer, tmp_path, replies):
     """With what was sampled up to then; without any, an evaluation still counts it, and there is nothing to train."""

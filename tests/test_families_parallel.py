@@ -28,7 +28,6 @@ FOUR = ["deployment.num_train_gpus=4"]
 OFFLOAD = "memory_recipe.ac_offloading={enabled: true, max_inflight_activations: 1}"
 DENSE = {
     "fsdp": ("fsdp", []),
-    "ddp": ("ddp", ["memory=balanced", "deployment.num_train_gpus=2"]),
     "hsdp2 selective": ("hsdp2", ["memory=selective", OFFLOAD]),
     "cp2": ("cp2", ["memory=tight", "memory_recipe.compile=true"]),  # compiled in two ranks: seconds of CPU each
     "cp2_ring": ("cp2_ring", []),
@@ -90,6 +89,8 @@ OVER_NODES = ("ep2_cp2", ["memory=tight", "parallelism.ep=4", *nodes_of(2, 2)]) 
 CROSSING = ("glm4_moe normed, two shared, in groups", "deepseek_v3", "minimax_m2", "nemotron_h")
 JOBS = {(name, case): job for name in FAMILIES for case, job in cases(name).items()}
 JOBS |= {(name, "over nodes"): OVER_NODES for name in CROSSING}
+REPLICAS = ("ddp", ["memory=balanced", "deployment.num_train_gpus=2"])
+JOBS |= {(name, "ddp"): REPLICAS for name in ("nemotron_h", "deepseek_v3", SHARING, "qwen3")}  # parameters of all kinds
 JOBS |= {(name, "ep8_cp2"): ("ep8_cp2", []) for name in ("deepseek_v3", "nemotron_h", SHARING)}
 FULL_GRADIENTS = [key for key, (_, more) in JOBS.items() if key[1] != "lora" and HOST not in more]
 MUON = ("deepseek_v3", "glm_moe_dsa shared choices", "nemotron_h", "minimax_m2")  # whose matrices are of all kinds

@@ -22,7 +22,7 @@ from prl.inference import weight_routes
 from prl.inference.vllm import prefetching
 from prl.inference.vllm.prefetching import Prefetcher
 from prl.inference.weight_routes import WeightUpdate
-from prl.transport import prefetch as near
+from prl.runtime.process import free_memory
 from prl.transport.prefetch import Prefetched, prefetch
 from prl.transport.shelves import Keeper
 from prl.transport.sources import WeightSource
@@ -138,7 +138,7 @@ def test_damage_is_seen_when_it_comes_near_and_nothing_is_left(
 
 def test_a_copy_that_has_no_room_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\nMemAvailable: 20000 kB\n")
-    monkeypatch.setattr(near, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "MEMINFO", tmp_path / "meminfo")
     info, before = published(TcpPublisher("127.0.0.1", 10.0), 3, NAMED), open_files()
     with pytest.raises(MemoryError, match="bytes, and 20480000 are available"):
         prefetch(info, verify=True)

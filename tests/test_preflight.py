@@ -166,6 +166,16 @@ def test_a_vllm_for_cpus_is_told_what_it_cannot_run(monkeypatch, installed, told
     assert lacking("model=tiny_glm_moe_dsa") == []
 
 
+def test_more_processes_than_the_memory_holds_are_refused(monkeypatch):
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 4 << 30)
+    (error,) = lacking("deployment.num_train_gpus=100", "deployment.device=cpu")
+    assert error.what == "101 processes do not fit this machine."
+    assert "26 devices at most" in error.fix
+    assert lacking("deployment.num_train_gpus=20", "deployment.device=cpu") == []
+    monkeypatch.setattr(preflight, "available_bytes", lambda: None)
+    assert lacking("deployment.num_train_gpus=100", "deployment.device=cpu") == []
+
+
 def test_weights_within_a_gpu_want_one(bare, monkeypatch):
     """The device is chosen by the machine, the transport by the user."""
     monkeypatch.setattr(gpus, "_why_torch_has_none", lambda: "torch is built without CUDA")

@@ -77,6 +77,14 @@ def test_only_what_a_run_leaves_itself_makes_a_directory_its_own(tmp_path: Path)
     claim(plan_of(f"output_dir={run}")).release()
 
 
+def test_a_run_that_lost_its_plan_is_told_as_that(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "status.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds a run without its plan\.json"):
+        claim(plan_of(f"output_dir={run}"))
+
+
 def test_another_point_is_refused(tmp_path: Path) -> None:
     claim(plan_of(f"output_dir={tmp_path / 'run'}")).release()
     with pytest.raises(UserError, match="belongs to a different run") as refused:

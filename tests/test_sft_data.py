@@ -60,7 +60,10 @@ def test_accepted_forms(row):
         ('{"messages": ["hello"]}', "without a role or a text content: hello"),
         ('{"messages": [{"role": "user", "content": null}]}', "without a role or a text content"),
         ('{"messages": [{"content": "a"}]}', "without a role"),
-        ('{"prompt": "\udcff", "completion": "a"}', "decode"),
+        ('{"messages": []}', "no messages"),
+        ('{"messages": [{"role": "asistant", "content": "a"}]}', "of role 'asistant', which is none of system"),
+        ('{"prompt": "\\ud800 x", "completion": "a"}', "half of a surrogate pair"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, message):
@@ -69,6 +72,16 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
     path.write_bytes("\n".join(rows).encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=rf"(?s){message}.*data\.jsonl:3.*each example is"):
         load_conversations(SftDataConfig(source=str(path)), "train")
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "é", "completion": "a"}'.encode("latin-1"), "{}".encode("utf-16")])
+def test_other_encodings_are_told_as_that(tmp_path, line):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "a", "completion": "b"}\n' + line)
+    with pytest.raises(UserError, match=r"(?s)not in UTF-8.*data\.jsonl:2.*decode.*iconv"):
+        load_conversations(SftDataConfig(source=str(path)), "train")
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a", "completion": "b"}\n' * 2)  # the mark that some editors write
+    assert len(load_conversations(SftDataConfig(source=str(path)), "train")) == 1
 
 
 def test_a_missing_and_an_empty_file_are_explained(tmp_path):
@@ -141,6 +154,24 @@ def test_examples_that_are_too_long_are_left_out_and_counted(tmp_path, renderer)
     assert data.dropped in (9, 10)
     with pytest.raises(UserError, match=r"(?s)no example of the train.*longer than seq_len=4\).*raise seq_len"):
         data_of(tmp_path / "d.jsonl", renderer, seq_len=4)
+
+
+def test_examples_without_a_turn_to_train_are_left_out_and_told(tmp_path, renderer, caplog):
+    path = write(tmp_path / "d.jsonl", pairs(20) + [{"messages": PAIR[:1]}] * 30)
+    data = data_of(path, renderer, val_source=str(path))
+    assert (len(data.documents), data.dropped) == (20, 30)
+    assert "30 examples of the train split are left out: they have no turn of assistant" in caplog.text
+    only = write(tmp_path / "only.jsonl", [{"messages": PAIR[:1]}] * 3)
+    with pytest.raises(UserError, match="2 have no turn of assistant"):
+        data_of(only, renderer)
+
+
+@pytest.mark.parametrize(("rows", "changes"), [(1, {}), (5, {"val_fraction": 1.0})])
+def test_where_all_is_held_out_that_is_said(tmp_path, renderer, rows, changes):
+    path = write(tmp_path / "d.jsonl", pairs(rows))
+    with pytest.raises(UserError, match=r"(?s)no example is left for the train split.*val_fraction.*val_source="):
+        data_of(path, renderer, **changes)
+    assert len(data_of(path, renderer, split="held_out", **changes).documents) == rows
 
 
 def test_examples_longer_than_the_models_context_are_left_out_and_told(tmp_path, renderer, caplog):

@@ -119,7 +119,7 @@ def name_sweep(config_name: str, lines: list[str]) -> None:
 
 def _row_tokens(doc_len: int | list[int]) -> int:
     """Tokens of a row that holds one document of that length, or all documents of a list."""
-    return doc_len if isinstance(doc_len, int) else sum(doc_len)
+    return doc_len if isinstance(doc_len, int) else sum(doc_len) or 1  # of an empty list, which is refused
 
 
 def _first_set(*values: object) -> object:

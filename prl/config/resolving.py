@@ -180,6 +180,7 @@ def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
     messages = in_words[:1] or [
         WORDS_OF_KIND[item["type"]] if item["type"] in WORDS_OF_KIND else _in_words(str(item["msg"])) for item in items
     ]
+    messages = list(dict.fromkeys(messages))
     expected = " or ".join([messages[0], *(message.removeprefix("it must be ") for message in messages[1:])])
     missing = all(item["type"] == "missing" and isinstance(item["input"], dict) for item in items)
     if not missing and items[0]["type"] == "missing":  # of a list that is too short, whose elements are no keys
@@ -190,13 +191,15 @@ def _explain(key: str, items: list[dict[str, Any]], job: str) -> UserError:
         return UserError(
             f"{key}={items[0]['input']} is not valid.", where=key, why="this locale does not know its letters", fix=UTF8
         )
-    what = f"{key} is missing." if missing else f"{key}={items[0]['input']} is not valid."
+    given = "null" if items[0]["input"] is None else items[0]["input"]
+    what = f"{key} is missing." if missing else f"{key}={given} is not valid."
     return UserError(what, where=key, why="it is required" if missing else expected, fix=_suggest(key, items, job))
 
 
 def _in_words(message: str) -> str:
     """Pydantic's, without what it says of itself."""
     told = message.replace("Input should be ", "it must be ").removeprefix("Value error, ")
+    told = told.replace("String should have at least 1 character", "it must not be empty")
     return told.partition(", unable to")[0]
 
 
@@ -235,12 +238,16 @@ def _wrong_in_url(text: str) -> str:
 
 
 def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
+    default = default_of(key)
     for item in items:
         context = item.get("ctx", {})
         if item["type"] == "literal_error":
             options = [option.strip("'") for option in str(context["expected"]).replace(" or ", ", ").split(", ")]
             close = difflib.get_close_matches(str(item["input"]), options, n=1, cutoff=0.4)
-            return f"{key}={(close or options)[0]}"
+            if not close and len(items) > 1 and default is not None:  # a word, or something else: nobody meant the word
+                return f"{key}={default}"
+            is_list = default is not None and default.startswith("[")
+            return f"{key}=[{(close or options)[0]}]" if is_list else f"{key}={(close or options)[0]}"
         if item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):  # one where a list is meant
             return f"{key}=[{as_override(item['input'])}]"
         if item["type"] in KINDS_OF_NODE and (group := _group_of(key)) is not None:
@@ -256,7 +263,6 @@ def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
             return f"{key}=[http://{server[1] if server else '127.0.0.1'}:8000] for instance, or {key}=[]"
     if items[0]["type"] == "missing" and key in (groups := config_groups()):
         return f"{key}={groups[key][0]}, without ~{key}"
-    default = default_of(key)
     if default is not None:
         return f"{key}={default}"
     for item in items:

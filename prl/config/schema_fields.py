@@ -30,6 +30,7 @@ def _found_from_anywhere(name: str) -> str:
 
 
 Positive = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=MOST)]
+Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 Layers = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=1 << 12)]  # plans go through them one by one
 NonNegative = Annotated[int, BeforeValidator(_counted), Field(ge=0, le=MOST)]
 Samples = Annotated[int, BeforeValidator(_counted), Field(gt=0, le=1 << 16)]  # of one task, all begun at once

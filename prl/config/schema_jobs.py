@@ -8,6 +8,7 @@ from prl.config.schema_fields import (
     Decay,
     Fraction,
     Group,
+    Lengths,
     NonNegative,
     NonNegativeFloat,
     Place,
@@ -85,7 +86,7 @@ class BenchConfig(Group):
     """Group `bench`: what `prl.bench` measures, and on which made-up data."""
 
     target: Literal["trainer_rl", "trainer_sft", "inference", "stack", "transformers", "trl"] = "trainer_rl"
-    doc_len: Positive | tuple[Positive, ...] = 1024  # tokens of a document, or of each document of a row
+    doc_len: Positive | Lengths = 1024  # tokens of a document, or of each document of a row
     lengths: Literal["fixed", "variable"] = "fixed"  # variable: uniform from doc_len / 8 to doc_len
     prompt_len: NonNegative = 0  # first tokens that all documents of a row have in common, and that are not trained
     experts: Literal["router", "even"] = "router"  # who chooses each token's; even: all as often (trainers' targets)

@@ -19,9 +19,9 @@ from prl.doctor.asking import Answer, Asker
 from prl.doctor.host import HostFacts, look_at_host, shared_memory_gib
 from prl.doctor.slurm import SlurmFacts, ask_slurm
 from prl.doctor.versions import Conflict, conflicts, installed
-from prl.doctor.weights import available_memory_gib
 from prl.planning.vllm_arguments import BACKEND
 from prl.runtime.process.environment import interfaces
+from prl.runtime.process.free_memory import available_bytes
 from prl.runtime.process.ports import LOOPBACK
 from prl.runtime.process.python_path import python_command, python_path
 
@@ -118,7 +118,7 @@ def look(directories: Mapping[str, str], port: int, asker: Asker) -> Facts:
             disks.result(),
             shared_memory_gib(),
             look_at_host(port),
-            available_memory_gib(),
+            None if (free := available_bytes()) is None else free / 2**30,
         )
 
 

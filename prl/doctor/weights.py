@@ -14,12 +14,12 @@ from prl.doctor.asking import Asker
 from prl.doctor.finding import Finding, State
 from prl.doctor.needs import Needs
 from prl.planning.model_size import parameter_count
+from prl.runtime.process.free_memory import PROCESS_GIB
 
 REACH_S = 10.0
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], 443), 4).close()"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_BYTES = 12  # of a trained parameter on a CPU beside the weights: gradient and Adam's two moments, in float32
-MEMINFO = Path("/proc/meminfo")
 
 
 def judge_checkpoint(config: RunConfig, needs: Needs) -> Iterator[Finding]:
@@ -74,19 +74,10 @@ def judge_memory(config: RunConfig, needs: Needs, has_gpus: bool, available_gib:
     if config.deployment.device == "cpu" or (config.deployment.device == "auto" and not has_gpus):
         trained_gib = (weights_gib + count * STATE_BYTES / 2**30) * world.has_trainers
         engines = config.deployment.num_infer_gpus if world.has_engines else 0
-        wanted_gib = trained_gib + engines * weights_gib
-        what = "weights, gradients, optimizer and engines on the CPU, without activations"
-    told = f"{available_gib:,.1f} GiB are free, {wanted_gib:,.2g} GiB are wanted at least ({what})"
+        wanted_gib = trained_gib + engines * weights_gib + (world.ranks + engines) * PROCESS_GIB
+        what = "processes, weights, gradients, optimizer and engines on the CPU, without activations"
+    wanted = f"{wanted_gib:,.0f}" if wanted_gib >= 10 else f"{wanted_gib:.2g}"
+    told = f"{available_gib:,.1f} GiB are free, {wanted} GiB are wanted at least ({what})"
     fits = wanted_gib <= available_gib
-    fix = "" if fits else "a smaller model=, memory=lora, or a machine with more memory"
+    fix = "" if fits else "a smaller model=, memory=lora, fewer ranks on a CPU, or a machine with more memory"
     yield Finding("storage", "host memory", "ok" if fits else "absent", told, "this job", fix, not fits)
-
-
-def available_memory_gib() -> float | None:
-    """What the kernel says can be had without swapping; None where it does not say."""
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None

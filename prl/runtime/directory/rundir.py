@@ -134,6 +134,13 @@ def refuse_foreign(path: Path, plan: RunPlan) -> None:
         return
     other = "output_dir=ANOTHER_DIRECTORY, or leave output_dir out for a fresh one"
     if "plan.json" not in names:
+        if {"status.json", "checkpoints"} <= names:
+            raise UserError(
+                f"{path} holds a run without its plan.json",
+                where="output_dir",
+                why="plan.json says which point the run is of, and without it nothing can go on with it",
+                fix=f"bring it back from a copy, or {other}; its checkpoints are in {path / 'checkpoints'}",
+            )
         raise UserError(
             f"{path} is not empty and holds no run",
             where="output_dir",

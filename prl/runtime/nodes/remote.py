@@ -233,7 +233,7 @@ class Nodes:
             announce(run_dir, Meeting(key, plan.num_nodes, hosts, door.port, token, machine=host_name()))
             if alone:
                 note(f"{plan.num_nodes} nodes, all of them on this machine")
-                self._pose(plan, run_dir, key, reaper)
+                self._pose(plan, run_dir, key, reaper, signals)
             limit_s = plan.config.deployment.start_timeout_s
             deadline = time.monotonic() + limit_s
             if self.seats:
@@ -269,13 +269,15 @@ class Nodes:
         """Whose agent starts it."""
         return next(node for node in self.by_index.values() if node.seat.has(role))
 
-    def _pose(self, plan: RunPlan, run_dir: Path, key: str, reaper: Reaper) -> None:
+    def _pose(self, plan: RunPlan, run_dir: Path, key: str, reaper: Reaper, signals: StopSignals) -> None:
         variables = {
             "PYTHONPATH": python_path(),
             KEY: key,
             MARKER: reaper.marker,
         }  # by the marker it is found, should the root die just now
         for node in range(1, plan.num_nodes):
+            if signals.count:
+                return
             log = run_dir / "logs" / f"agent.{node}.log"
             log.parent.mkdir(exist_ok=True)
             with log.open("ab") as file:

@@ -62,10 +62,19 @@ def _read_jsonl(path: Path) -> list[list[Message]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 is no line's end in JSON
         if not line.strip():
             continue
+        where = f"{path}:{number}"
         try:
-            conversations.append(to_messages(json.loads(line)))
+            text = line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                "the dataset is not in UTF-8", where=where, why=str(error), fix=f"iconv -f ITS_ENCODING -t UTF-8 {path}"
+            ) from error
+        try:
+            conversations.append(to_messages(json.loads(text)))
+        except RecursionError as error:
+            raise UserError("not a training example: nested too deeply", where=where, fix=_EXPECTED) from error
         except ValueError as error:
-            raise UserError(f"not a training example: {error}", where=f"{path}:{number}", fix=_EXPECTED) from error
+            raise UserError(f"not a training example: {error}", where=where, fix=_EXPECTED) from error
     if not conversations:
         raise UserError("the dataset is empty", where=str(path), fix=_EXPECTED)
     return conversations
@@ -96,6 +105,7 @@ def _read_hf_dataset(name: str, data: SftDataConfig) -> list[list[Message]]:
         raise UserError(f"not a training example: {error}", where=f"sft.data.source={name}", fix=_EXPECTED) from error
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")  # that chat templates know
 _EXPECTED = 'each example is {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 
 
@@ -119,6 +129,14 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
             raise ValueError(f"a message without a role or a text content: {str(message)[:80]}")
+        if message["role"] not in ROLES:
+            raise ValueError(f"a message of role {message['role']!r}, which is none of {', '.join(ROLES)}")
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"a message with half of a surrogate pair: {str(message)[:80]!a}") from None
+    if not messages:
+        raise ValueError("no messages")
     return messages
 
 
@@ -130,7 +148,7 @@ class SftData:
     seq_len: int
     seed: int
     shuffle: bool
-    dropped: int  # documents longer than seq_len or the model's context, left out
+    dropped: int  # left out: longer than seq_len or the model's context, or without a turn that is trained
 
     def rows(self, skip: int = 0) -> Iterator[MicroBatch]:
         """Endless packed rows, epoch after epoch, each epoch in an order of its own; `skip` rows were used before."""
@@ -173,10 +191,19 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
     Raises:
         UserError: when nothing is left to train on.
     """
-    documents, dropped = [], 0
+    documents, dropped, untrained = [], 0, 0
+    conversations = load_conversations(config.data, split)
+    if not conversations:
+        raise UserError(
+            f"no example is left for the {split} split",
+            where=f"sft.data.source={config.data.source}, sft.data.val_fraction={config.data.val_fraction:g}",
+            why="one example at least is held out, and val_fraction of all",
+            fix="more examples, a smaller sft.data.val_fraction, or held-out ones of their own: "
+            "sft.data.val_source=FILE.jsonl",
+        )
     limit = min(config.seq_len, context)
     bound = f"seq_len={limit}" if limit == config.seq_len else f"the model's context, {limit}"
-    for messages in load_conversations(config.data, split):
+    for messages in conversations:
         try:
             sequences = mask_by_role(renderer, messages, config.data.loss_roles)
         except (ValueError, TemplateError) as error:
@@ -189,15 +216,18 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
                 fix="another chat template (model.tokenizer), or "
                 + ("conversations that it takes" if refused else "single-turn data"),
             ) from error
+        untrained += not sequences
         for sequence in sequences:
             if len(sequence.input_ids) > limit:
                 dropped += 1
                 continue
             zeros = [0.0] * len(sequence.input_ids)
             documents.append(Document(sequence.input_ids, sequence.loss_mask, zeros, zeros, [-1] * len(zeros)))
+    roles = ", ".join(config.data.loss_roles)
     if not documents:
+        without = f", {untrained} have no turn of {roles}" if untrained else ""
         raise UserError(
-            f"no example of the {split} split is left to train on ({dropped} are longer than {bound})",
+            f"no example of the {split} split is left to train on ({dropped} are longer than {bound}{without})",
             where=f"sft.data.val_source={config.data.val_source}"
             if split == "held_out" and config.data.val_source is not None
             else f"sft.data.source={config.data.source}",
@@ -208,6 +238,8 @@ def load_sft_data(config: SftConfig, split: Split, renderer: ChatRenderer, seed:
             )
             + ", or check sft.data.loss_roles",
         )
+    if untrained:
+        log.warning("%d examples of the %s split are left out: they have no turn of %s", untrained, split, roles)
     if dropped:
         log.warning("%d documents of the %s split are left out: they are longer than %s", dropped, split, bound)
-    return SftData(documents, config.seq_len, seed, config.data.shuffle and split == "train", dropped)
+    return SftData(documents, config.seq_len, seed, config.data.shuffle and split == "train", dropped + untrained)
