@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from tiny import moe_card, moe_checkpoint, random_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trainer_ranks import Job, build_policy, job_mesh, rows_of
+from trainer_ranks import Job, build_policy, job_mesh, rows_of, train_step
 
 from prl.models.layers.documents import attend_documents
 from prl.trainer import replicas
@@ -14,13 +14,7 @@ from prl.trainer.mixed_precision import compute_in
 from prl.trainer.owned import owned_by
 from prl.trainer.replicas import ReplicaGradients, deal
 from prl.trainer.world import build_world
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+from prl.trainer.writer.process import _divided
 
 
 def backward(model, row):
@@ -30,7 +24,7 @@ def backward(model, row):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradients_travel_while_others_are_made(alone, monkeypatch, dtype):
+def test_gradients_travel_while_others_are_made(world, monkeypatch, dtype):
     """In bfloat16 the gradients of vectors are made last, all at once: nothing waits for them."""
     monkeypatch.setattr(replicas, "BUCKET_BYTES", 1)
     model = random_model(moe_card(num_hidden_layers=3), std=0.1)
@@ -57,7 +51,7 @@ def test_gradients_travel_while_others_are_made(alone, monkeypatch, dtype):
     assert all(param.grad.shape == param.shape and param.grad.dtype == param.dtype for param in names)
 
 
-def test_what_was_not_said_to_be_the_last_is_summed_all_the_same(alone):
+def test_what_was_not_said_to_be_the_last_is_summed_all_the_same(world):
     model = random_model(moe_card(), std=0.1)
     sums = ReplicaGradients(model, torch.float32)
     backward(model, rows_of(1)[0])
@@ -71,7 +65,7 @@ def test_what_was_not_said_to_be_the_last_is_summed_all_the_same(alone):
             assert param.grad is None or torch.equal(param.grad, before[name]), name
 
 
-def test_a_gradient_that_has_left_is_not_added_to(alone):
+def test_a_gradient_that_has_left_is_not_added_to(world):
     model = random_model(moe_card(), std=0.1)
     sums = ReplicaGradients(model, torch.float32)
     sums.expect_last()
@@ -97,17 +91,22 @@ def test_of_replicas_one_saves_and_sends_what_all_have(tmp_path):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         try:
             policy = build_policy(job, build_world(job_mesh(job), torch.device("cpu")))
-            state = TrainerCheckpointer(tmp_path, asynchronous=False)._saved(policy.model, policy.optimizers)
-            saved.append((state["model"].keys(), state["optimizer"]["state"].keys()))
+            train_step(policy, 1)
+            state = TrainerCheckpointer(tmp_path, asynchronous=False)._state(policy.model, policy.optimizers)
+            staged = _divided(state)[1]
+            saved.append({index.fqn: tensor.nbytes for index, tensor in staged.items()})
             boxes = owned_by(policy.model, None, policy.world).boxes
             sent.append((set(boxes[:, 0].tolist()), int((boxes[:, 2] * boxes[:, 4]).sum())))
         finally:
             dist.destroy_process_group()
     names = {name for name, _ in policy.model.named_parameters()}
-    for part in (0, 1):
-        assert sorted(name for held in saved for name in held[part]) == sorted(names)
+    wanted = [f"model.{name}" for name in names]
+    wanted += [f"optimizer.state.{name}.{part}" for name in names for part in ("exp_avg", "exp_avg_sq", "step")]
+    wanted += [f"random_state.{rank}.torch" for rank in range(size)]
+    assert sorted(name for held in saved for name in held) == sorted(wanted)
     numbers = [number for of_rank, _ in sent for number in of_rank]
     assert len(numbers) == len(set(numbers)) == len(owned_by(policy.model, None, policy.world).table.names)
     largest = max(param.numel() for param in policy.model.parameters())
-    counts = [count for _, count in sent]
+    counts, nbytes = [count for _, count in sent], [sum(held.values()) for held in saved]
     assert max(counts) - min(counts) <= largest
+    assert max(nbytes) - min(nbytes) <= 4 * largest

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from prl.runtime.directory.checkpoints import TRAINER, full_disk_error, staging_dir
 from prl.trainer.memory.optimizer_offload import master_weights
-from prl.trainer.replicas import are_replicas, deal
 from prl.trainer.writer.failures import WriterDied, first_failure, no_space
 from prl.trainer.writer.process import WriterProcess
 from prl.trainer.writer.starting import Started
@@ -52,14 +51,14 @@ class TrainerCheckpointer:
     def prepare(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Once the optimizers have stepped: memory for the saves to come is allocated beside training."""
         if self.writer is not None:
-            self.writer.prepare(self._saved(model, optimizers))
+            self.writer.prepare(self._state(model, optimizers))
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Start saving; the state is copied before this returns, so training may go on at once."""
         assert self.pending is None, "finish() the save before"
         started_s = time.monotonic()
         target = staging_dir(self.run_dir, step) / TRAINER
-        state = self._saved(model, optimizers)
+        state = self._state(model, optimizers)
         if self.writer is not None:
             self.pending = (step, self.writer.save(str(target), state))
         else:
@@ -114,17 +113,6 @@ class TrainerCheckpointer:
             options=StateDictOptions(strict=not frozen_names(model)),  # what is asked for was found, or load had failed
         )
         _set_random_state(state.get(_random_key()))
-
-    def _saved(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-        """What this rank saves: of replicas that hold the same, each a part."""
-        state = self._state(model, optimizers)
-        if are_replicas(model):
-            sizes = {name: param.numel() for name, param in model.named_parameters()}
-            owners = dict(zip(sizes, deal(list(sizes.values()), dist.get_world_size()), strict=True))
-            for held in (state["model"], state["optimizer"]["state"]):
-                for name in [name for name in held if owners.get(name, 0) != dist.get_rank()]:
-                    del held[name]
-        return state
 
     def _state(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(model, optimizers)

@@ -24,13 +24,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
-from prl.models.sharding import is_sharded
+from prl.models.sharding import is_sharded, local_part
 from prl.runtime.process.failures import count_oom_kills, describe
 from prl.trainer.writer.failures import WriterDied
 from prl.trainer.writer.starting import Started, spawned
 from prl.trainer.writer.writing import COORDINATOR, Staged
 
 DEATH_S = 5.0  # from the end of its socket to its exit code
+
+ALIKE = ("model.", "optimizer.")  # what plain tensors are called that all ranks hold: random states are each its own
 
 
 class WriterProcess:
@@ -150,8 +152,8 @@ def _divided(state: dict[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Tenso
 
 
 def _shared_out(state: dict[str, Any], items: list[WriteItem]) -> list[WriteItem]:
-    """Of shards that several ranks hold alike (HSDP) each is staged by one: by whom, all of them find alike, for they
-    hold the same in the same order. Whatever else several ranks hold is small, and DCP's to decide.
+    """Of what several ranks hold alike (shards under HSDP; without FSDP whole tensors) each is staged by one: by whom,
+    all of them find alike, for they hold the same in the same order. Objects are small, and DCP's to decide.
     """
     mine: list[WriteItem] = []
     loads: dict[Any, list[int]] = {}  # bytes so far, of each replica
@@ -159,13 +161,18 @@ def _shared_out(state: dict[str, Any], items: list[WriteItem]) -> list[WriteItem
         tensor = state[item.index.fqn]
         if item.type == WriteItemType.SHARD and is_sharded(tensor):
             mesh, dims = tensor.device_mesh, [d for d, placed in enumerate(tensor.placements) if placed.is_replicate()]
+            holders: Any = (mesh, *dims)
             replica, replicas = _place_in(mesh, dims)
-            load = loads.setdefault((mesh, *dims), [0] * replicas)
-            taker = load.index(min(load))
-            load[taker] += tensor.to_local().nbytes
-            if taker != replica:
-                continue
-        mine.append(item)
+        elif item.type == WriteItemType.TENSOR and item.index.fqn.startswith(ALIKE):
+            holders, replica, replicas = None, dist.get_rank(), dist.get_world_size()
+        else:
+            mine.append(item)
+            continue
+        load = loads.setdefault(holders, [0] * replicas)
+        taker = load.index(min(load))
+        load[taker] += local_part(tensor).nbytes
+        if taker == replica:
+            mine.append(item)
     return mine
 
 
