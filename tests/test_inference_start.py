@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from inference_server import LIMIT_S, running_server
+from runs import environment
 from weight_updates import published, update, weights
 
 from prl.config.errors import UserError
@@ -42,6 +45,17 @@ def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatc
         go.set()
         assert waiting.result(timeout=LIMIT_S).status == 200
         assert client.get("/health", key=None).status == 200
+
+
+def test_what_an_engine_never_uses_is_not_imported(cache_dir) -> None:
+    """Transformers take 0.6 s, torch's compiler with sympy 0.4 s, and sharded tensors more."""
+    code = (
+        "import sys; from prl.config import compose; from prl.inference.server import load_engine\n"
+        f"load_engine(compose(['warm_start=none', 'cache_dir={cache_dir}']), None)\n"
+        "print([name for name in ('sympy', 'torch.distributed.tensor', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_an_engine_that_dies_fails_its_requests_and_ends_the_server_with_the_cause(cache_dir) -> None:

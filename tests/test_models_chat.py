@@ -1,5 +1,6 @@
 """The byte tokenizer, and supervised masks by role."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from prl.config.errors import UserError
 from prl.config.schema import ModelConfig
+from prl.models.text import tokenizer as tokenizer_module
 from prl.models.text.chat import ChatRenderer, mask_by_role
-from prl.models.text.tokenizer import SPECIAL_TOKENS, check_template, load_tokenizer
+from prl.models.text.tokenizer import SPECIAL_TOKENS, check_template, eos_of, load_tokenizer
 from prl.orchestrator.neighbours import load_renderer
 
 SYSTEM, USER, ASSISTANT, TOOL = range(257, 261)
@@ -83,6 +85,57 @@ def test_bytes_are_for_checkpoints_that_bring_no_tokenizer(tmp_path, caplog):
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(str(tmp_path))
     assert load_tokenizer(config, tmp_path).encode("a b", add_special_tokens=False) == [0, 1]
     assert f"used is the one beside the weights: {tmp_path}" in caplog.text
+
+
+def changed(path, name, **fields):
+    said = json.loads((path / name).read_text()) if (path / name).exists() else {}
+    (path / name).write_text(json.dumps(said | fields))
+
+
+FILES_OF_EOS = {
+    "as saved": ({}, {}, 256),
+    "an object": ({"eos_token": {"__type": "AddedToken", "content": "<|pad|>", "lstrip": False}}, {}, 261),
+    "another": ({"eos_token": "<|user|>"}, {}, 258),
+    "none": ({"eos_token": None}, {}, None),
+    "said in the older file": ({}, {"eos_token": "<|tool|>"}, 260),
+    "a class of its own": ({"tokenizer_class": "GPT2Tokenizer"}, {}, 256),
+}
+
+
+@pytest.mark.parametrize(("said", "older", "eos"), FILES_OF_EOS.values(), ids=FILES_OF_EOS)
+def test_the_eos_of_files_is_that_of_transformers(tmp_path, monkeypatch, said, older, eos):
+    byte_tokenizer(tmp_path).save_pretrained(tmp_path)
+    changed(tmp_path, "tokenizer_config.json", **said)
+    if older:
+        changed(tmp_path, "special_tokens_map.json", **older)
+    config = ModelConfig(name="m", path=str(tmp_path), tokenizer="byte", card=moe_card())
+    named = config.model_copy(update={"tokenizer": str(tmp_path)})
+    for asked, place in ((config, tmp_path), (named, tmp_path / "weights")):
+        assert eos_of(asked, place) == load_tokenizer(asked, place).eos_token_id == eos
+    if "tokenizer_class" not in said and not older and eos is not None:
+        monkeypatch.setattr(tokenizer_module, "load_tokenizer", None)  # it was not asked
+        assert eos_of(config, tmp_path) == eos
+
+
+def test_the_eos_of_bytes_and_of_damaged_files(tmp_path):
+    config = ModelConfig(name="m", path=str(tmp_path), tokenizer="byte", card=moe_card())
+    assert eos_of(config, tmp_path) == load_tokenizer(config, tmp_path).eos_token_id == END
+    byte_tokenizer(tmp_path).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match="no tokenizer to be had"):
+            eos_of(config, tmp_path)
+        (tmp_path / name).write_bytes(whole)
+
+
+def test_a_tokenizer_is_loaded_when_first_wanted(tokenizer):
+    asked = []
+    renderer = ChatRenderer.later(lambda: asked.append(1) or tokenizer)
+    assert not asked
+    assert renderer.encode("a") == ChatRenderer(tokenizer).encode("a")
+    assert renderer.decode([97], skip_special_tokens=True) == "a"
+    assert asked == [1]
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -31,7 +32,7 @@ from prl.models.checkpoints.reading import load_model
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.models.device import limit_memory, pick_device
 from prl.models.text.chat import ChatRenderer
-from prl.models.text.tokenizer import load_tokenizer
+from prl.models.text.tokenizer import eos_of, load_tokenizer
 from prl.runtime.external import LEASE, RUN_HEADER
 from prl.runtime.process.child import ChildContext
 from prl.transport.serving import start_serving
@@ -92,13 +93,15 @@ def load_engine(config: RunConfig, init_model_path: str | None) -> tuple[TorchEn
     check_card(path, config.model.card)
     name = config.model.dtype if config.inference.dtype == "auto" else config.inference.dtype
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    tokenizer = load_tokenizer(config.model, path)
+    renderer = ChatRenderer.later(functools.partial(load_tokenizer, config.model, path))
+    if config.job == "inference":  # elsewhere nobody may ever ask for text: others of the run tokenise
+        _ = renderer.backend
     device = pick_device(config.deployment.device)
     if (part := world_of(config).overlapping_part) is not None:
         limit_memory(device, part)
     model = load_model(path, config.model.card, dtype, device)
-    eos = eos_token_ids(tokenizer.eos_token_id, path, config.model.card.vocab_size)
-    return TorchEngine(model, config.inference, eos), ChatRenderer(tokenizer)
+    eos = eos_token_ids(eos_of(config.model, path), path, config.model.card.vocab_size)
+    return TorchEngine(model, config.inference, eos), renderer
 
 
 def eos_token_ids(of_tokenizer: int | None, path: Path, vocab: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ are stacked (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from prl.models.layers.norm import RMSNorm
 from prl.models.layers.rope import rotary_tables
 from prl.models.names.decoder import HEAD, Names, is_further, locate, own_name, to_hf
 from prl.models.names.region import Region
+from prl.models.sharding import is_sharded
 from prl.models.state_space.mixer import draw_decay
 
 
@@ -136,6 +138,16 @@ class Decoder(nn.Module):
         if head is None:
             return x
         return head(x, self.head_weight) if self.lm_head is None else self.lm_head(x, head)
+
+    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
+        """As every module's; but without the compiler that torch imports to copy a meta tensor's strides (0.4 s)."""
+
+        def empty(tensor: Tensor) -> Tensor:
+            if is_sharded(tensor) or not tensor.is_contiguous():
+                return torch.empty_like(tensor, device=device)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if device is None else device)
+
+        return self._apply(empty, recurse=recurse)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, V]; only for models that are not sharded."""

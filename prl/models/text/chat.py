@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,27 @@ class ChatRenderer:
     """A tokenizer's chat template as text and as tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.backend = backend_of(tokenizer)
+        self._set(lambda: tokenizer)
+
+    @classmethod
+    def later(cls, load: Callable[[], PreTrainedTokenizerBase]) -> ChatRenderer:
+        """One whose tokenizer is loaded, with transformers (0.6 s), when first wanted."""
+        renderer = cls.__new__(cls)
+        renderer._set(load)
+        return renderer
+
+    def _set(self, load: Callable[[], PreTrainedTokenizerBase]) -> None:
+        self._load = load
         self._encoded = functools.lru_cache(RECENT)(self._encode)
         self._beginning = functools.lru_cache(RECENT)(self._begin)
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._load()
+
+    @functools.cached_property
+    def backend(self) -> Any:
+        return backend_of(self.tokenizer)
 
     def text(
         self, messages: list[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None

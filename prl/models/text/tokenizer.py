@@ -61,6 +61,39 @@ def load_tokenizer(config: ModelConfig, path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def eos_of(config: ModelConfig, path: Path) -> int | None:
+    """`load_tokenizer(config, path).eos_token_id`, without transformers where the files say that they are all there is
+    to the tokenizer.
+    """
+    if is_built_in(config, path):
+        return BYTES  # the first of SPECIAL_TOKENS
+    found = _plain_eos(path if config.tokenizer in (None, BYTE) else Path(str(config.tokenizer)))
+    return load_tokenizer(config, path).eos_token_id if found is None else found
+
+
+def _plain_eos(place: Path) -> int | None:
+    """None where transformers must say it, or what is wrong."""
+    if not (place / "tokenizer.json").is_file() or (place / "special_tokens_map.json").exists():
+        return None
+    try:
+        said = _config_file(place)
+        token = said.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if said.get("tokenizer_class") not in PLAIN_CLASSES or not isinstance(text, str):
+            return None
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(place / "tokenizer.json")).token_to_id(text)
+    except Exception:  # as various as in `load_tokenizer`, which tells it
+        return None
+
+
+def _config_file(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return found
+
+
 def is_built_in(config: ModelConfig, path: Path) -> bool:
     """Whether the run's tokenizer is that of bytes and lies in no directory: the checkpoint at `path` brings none."""
     return config.tokenizer == BYTE and brings_none(path)
@@ -113,8 +146,7 @@ def _tokenizer_class(path: Path) -> type[Any]:
     """What reads the tokenizer; where its files say that they are all there is to it, AutoTokenizer and the 2.5 seconds
     in which it looks through every model of transformers are not needed.
     """
-    file = path / "tokenizer_config.json"
-    if file.is_file() and json.loads(file.read_text()).get("tokenizer_class") in PLAIN_CLASSES:
+    if _config_file(path).get("tokenizer_class") in PLAIN_CLASSES:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
