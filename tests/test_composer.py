@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prl.config import compose
+from prl.config import compose, composing
 from prl.config.composer import Composer
 from prl.config.errors import UserError
 from prl.config.locate import config_groups
 from prl.config.schema import RunConfig
+from prl.config.search_path import use_directories
 
 VALUES = {  # key -> values; keys that hold others take dicts
     "seed": ["1", "2", "${max_steps}"],
@@ -109,3 +112,29 @@ def test_the_order_of_overrides_counts_in_both_ways(lines: list[str], job: str) 
 @example(lines=["seed=1", "++seed=2"], job="rl")
 def test_a_point_is_what_the_same_run_alone_is(lines: list[str], job: str) -> None:
     check(lines, job)
+
+
+def test_hydra_is_asked_once_for_the_same_until_a_file_changes(tmp_path, monkeypatch):
+    """A command that is refused wants the same several times, for its explanation."""
+    asked = []
+
+    def counted(*names, **given):
+        asked.append(given["overrides"])
+        return hydra_compose(*names, **given)
+
+    hydra_compose = composing.hydra_compose
+    monkeypatch.setattr(composing, "hydra_compose", counted)
+    file = tmp_path / "overlay/mine.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\nseed: 3\n")
+    use_directories(str(tmp_path), [])
+    try:
+        composing.compose_yaml(["+overlay=mine"]).seed = 99  # what was given is the caller's
+        assert composing.compose_yaml(["+overlay=mine"]).seed == 3
+        assert asked.count(["+overlay=mine"]) == 1
+        file.write_text("# @package _global_\nseed: 4\n")
+        os.utime(file, ns=(1, 1))  # the clock of a filesystem may be coarse
+        assert composing.compose_yaml(["+overlay=mine"]).seed == 4
+        assert asked.count(["+overlay=mine"]) == 2
+    finally:
+        use_directories(None, [])

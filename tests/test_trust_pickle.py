@@ -15,8 +15,9 @@ UNPICKLES = re.compile(
     r"|\bmultiprocessing\b.*\b(Listener|Manager)\b|\bdcp\.(async_)?(save|load)\("
 )
 EXCEPTIONS = {
-    # a configuration that this process has pickled itself, in its own memory: a copy by pickle is cheaper than deepcopy
+    # configurations that this process has pickled itself, in its own memory: a copy by pickle is cheaper than deepcopy
     "prl/config/composer.py",
+    "prl/config/composing.py",
     # YAML by OmegaConf's loader, a SafeLoader that refuses a key given twice
     "prl/config/own_files.py",
     # torch's own checkpoints: their plans go as objects through the process group of one run's trainers, whose

@@ -23,7 +23,7 @@ from prl.config.composing import compose, compose_yaml, run_choices
 from prl.config.errors import ConfigError
 from prl.config.locate import conf_dir, config_groups
 from prl.config.overrides import OPEN_NODES, parse
-from prl.config.search_path import directories, yaml_files
+from prl.config.search_path import directories, state_of_files, yaml_files
 from prl.config.traced import LEFT
 from prl.config.unreadable import UNREADABLE
 
@@ -139,8 +139,7 @@ _kept: dict[str, tuple[object, Composer]] = {}
 
 def composer_of(config_name: str) -> Composer:
     """The process's one for a job, made anew when a file that may be composed has changed."""
-    files = {path: path.stat() for root in (conf_dir(), *directories()) for path in yaml_files(root)}
-    state = directories(), [(path, stat.st_mtime_ns, stat.st_size) for path, stat in files.items()]
+    state = state_of_files(conf_dir())
     if config_name not in _kept or _kept[config_name][0] != state:
         _kept[config_name] = state, Composer(config_name)
     return _kept[config_name][1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import re
 import shlex
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
@@ -37,7 +38,7 @@ from prl.config.overrides import (
 )
 from prl.config.own_files import overridden, wrong_files
 from prl.config.refused_lines import NEEDS_MULTIRUN, needs_multirun, refused_file, refused_line
-from prl.config.search_path import directories
+from prl.config.search_path import directories, state_of_files
 from prl.config.traced import left_to_user, traced
 from prl.config.unreadable import UNREADABLE, unreadable
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
 VERSION_BASE = "1.3"
+MOST_ANSWERS = 16  # of Hydra's that are kept
 NOT_OURS = {"basic"}  # launchers that call Python functions
 
 
@@ -53,9 +55,7 @@ def compose_yaml(overrides: list[str], config_name: str = "rl") -> DictConfig:
     refuse_contradictions(overrides, config_name)
     try:
         with _hydra():
-            return hydra_compose(
-                config_name=config_name, overrides=in_hydras_terms(overrides), return_hydra_config=True
-            )
+            return _composed(config_name, in_hydras_terms(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_name) from error
 
@@ -96,9 +96,31 @@ def _groups_of(config_name: str) -> frozenset[str]:
 def _without_the_site(config_name: str) -> DictConfig:
     """The job with Hydra's node, without what a site's own file says, which may be wrong. Inside of `_hydra()`."""
     try:
-        return hydra_compose(config_name, overrides=[f"~{SITE_GROUP}"], return_hydra_config=True)
+        return _composed(config_name, [f"~{SITE_GROUP}"])
     except HydraException:  # of a job of the user's own, which composes no such file
-        return hydra_compose(config_name, return_hydra_config=True)
+        return _composed(config_name)
+
+
+_answers: dict[tuple[str, ...], bytes] = {}  # pickled: whoever asks may change what is given
+_answers_to: list[object] = []  # the state of the files that they are of
+
+
+def _composed(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """What Hydra composes, with its own node. Inside of `_hydra()`. A command that is refused wants the same several
+    times, for its explanation, at 0.1 s each.
+    """
+    state = state_of_files(conf_dir())
+    if _answers_to != [state] or len(_answers) >= MOST_ANSWERS:
+        _answers.clear()
+        _answers_to[:] = [state]
+    asked = (config_name, *overrides)
+    if asked in _answers:
+        kept: DictConfig = pickle.loads(_answers[asked])
+        return kept
+    answer = hydra_compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    with suppress(Exception):  # of a plugin's class that cannot be pickled, which may raise anything
+        _answers[asked] = pickle.dumps(answer)
+    return answer
 
 
 @contextmanager
@@ -291,7 +313,7 @@ def problems(overrides: list[str], config_name: str) -> list[UserError]:
     """
     with _hydra():
         try:
-            base = hydra_compose(config_name, return_hydra_config=True)
+            base = _composed(config_name)
         except HydraException:
             base = _without_the_site(config_name)
         groups = {str(group) for group in base.hydra.runtime.choices if "/" not in str(group)} - {SITE_GROUP}
@@ -322,7 +344,7 @@ def _without_keys_of_hydra(overrides: list[str], config_name: str) -> DictConfig
     """
     choices = [line for line in overrides if line.startswith("hydra/")]
     try:
-        return hydra_compose(config_name=config_name, overrides=choices, return_hydra_config=True).hydra
+        return _composed(config_name, choices).hydra
     except HydraException:  # of a choice that there is not, or a site's file, which is told anyway
         return _without_the_site(config_name).hydra
 

@@ -57,6 +57,12 @@ def yaml_files(root: Path) -> list[Path]:
     return found
 
 
+def state_of_files(conf: Path) -> tuple[object, ...]:
+    """What differs once a file that may be composed is another: those in `conf` and in the directories beside it."""
+    files = [(path, path.stat()) for root in (conf, *directories()) for path in yaml_files(root)]
+    return directories(), *((path, stat.st_mtime_ns, stat.st_size) for path, stat in files)
+
+
 def _directory(where: str, name: str) -> Path:
     if name.startswith("pkg://"):
         try:
