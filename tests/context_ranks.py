@@ -156,9 +156,14 @@ def run_ranks(directory: Path, size: int, cases: list[Case], device: str = "cpu"
 
 def main() -> None:
     device = torch.device("cpu")
-    if sys.argv[4] == "cuda":
+
+    def find_device() -> torch.device | None:
+        nonlocal device
+        if sys.argv[4] == "cpu":
+            return None
         device = torch.device("cuda", int(sys.argv[2]))
         torch.cuda.set_device(device)
+        return device
 
     def work(directory: Path, rank: int, size: int) -> None:
         fields = json.loads((directory / "cases.json").read_text())
@@ -166,7 +171,7 @@ def main() -> None:
         groups = neighbours(size, rank, {case.cp for case in cases})
         torch.save([run_case(case, groups, device) for case in cases], directory / f"results_{rank}.pt")
 
-    serve_rank(work, device if device.type == "cuda" else None)
+    serve_rank(work, find_device)
 
 
 if __name__ == "__main__":

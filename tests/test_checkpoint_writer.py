@@ -270,6 +270,15 @@ def test_a_shortage_of_memory_says_what_to_do(policy, tmp_path, monkeypatch, cod
 # --- as a script
 
 
+STARTED = [None]
+
+
+def start_writer() -> None:
+    """As trainers do on CPUs, before they have threads; the tests above start theirs anew."""
+    if sys.platform == "linux":
+        STARTED[:] = [forked()]
+
+
 def work(directory: Path, rank: int, size: int) -> None:
     model_path, *rest = sys.argv[4:]
     job = Job(model_path, optim=ADAMW, dp_replicate=2 if size == 4 else 1, dp_shard=min(size, 2))
@@ -277,7 +286,9 @@ def work(directory: Path, rank: int, size: int) -> None:
     train_step(policy, 1)
     if not rest:
         saved(directory / "plain", policy, 1, asynchronous=False)
-    checkpointer = TrainerCheckpointer(directory if rest else directory / "beside", asynchronous=True, started=STARTED)
+    checkpointer = TrainerCheckpointer(
+        directory if rest else directory / "beside", asynchronous=True, started=STARTED[0]
+    )
     writer = checkpointer.writer
     assert writer is not None
     if rest == ["die"] and rank == 1:
@@ -299,5 +310,4 @@ def work(directory: Path, rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    STARTED = forked() if sys.platform == "linux" else None  # as trainers do on CPUs; the tests above start theirs anew
-    serve_rank(work)
+    serve_rank(work, start_writer)

@@ -20,7 +20,7 @@ CORES = 4  # processes share the memory, too
 def choose(config: pytest.Config) -> None:
     """The first tier, for who has named neither tests nor markers."""
     said = config.option.markexpr or config.option.keyword or config.args_source is pytest.Config.ArgsSource.ARGS
-    config.stash[IS_FIRST] = not (said or config.option.lf or config.option.collectonly)
+    config.stash[IS_FIRST] = not (said or getattr(config.option, "lf", False) or config.option.collectonly)
     if config.stash[IS_FIRST]:
         config.option.markexpr = FIRST
         if getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:

@@ -1,14 +1,14 @@
 """Small training runs for the trainer's tests: in one process, or as `python trainer_ranks.py DIR RANK SIZE`.
 
-DIR holds jobs.json (a list of `Job` fields); rank 0 writes result_<i>.pt, or error_<rank>.txt.
+DIR holds jobs.pickle (a list of `Job`); rank 0 writes result_<i>.pt, or error_<rank>.txt.
 """
 
 from __future__ import annotations
 
 import functools
-import json
+import pickle
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Job:
     slow: bool = False  # whether the last rank's projections take 40 ms more
     unit_parameters: int | None = None  # that an FSDP unit has at least; None: as shipped
     gradients: bool = False  # those of the first step are a part of the result
+    config: RunConfig | None = field(default=None, init=False)  # what `job_config` made of it
 
 
 def rows_of(step: int, share: bool = False) -> list[MicroBatch]:
@@ -88,6 +89,12 @@ def rows_of(step: int, share: bool = False) -> list[MicroBatch]:
 
 
 def job_config(job: Job) -> RunConfig:
+    if job.config is None:
+        job.config = compose_job(job)
+    return job.config
+
+
+def compose_job(job: Job) -> RunConfig:
     layout = [] if job.layout is None else [f"parallelism={job.layout}", "optim=adamw"]  # rules look at the optimizer
     model = [] if job.family is None else [f"model=tiny_{SIZES[job.family][0]}"]
     config = compose(["warm_start=none", *model, *layout, *job.overrides])
@@ -227,14 +234,16 @@ def save(policy: Policy, run_dir: Path, step: int, asynchronous: bool = False) -
 def run_ranks(directory: Path, size: int, jobs: list[Job]) -> list[dict[str, Any]]:
     """Run jobs one after another in a world of `size` processes."""
     directory.mkdir(parents=True)
-    (directory / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    for job in jobs:
+        job_config(job)  # once, and not in each rank
+    (directory / "jobs.pickle").write_bytes(pickle.dumps(jobs))
     run_script(__file__, directory, size)
     return [torch.load(directory / f"result_{i}.pt", weights_only=True) for i in range(len(jobs))]
 
 
 def run_all(directory: Path, rank: int, size: int) -> None:
-    for index, fields in enumerate(json.loads((directory / "jobs.json").read_text())):
-        result = run_job(Job(**fields))
+    for index, job in enumerate(pickle.loads((directory / "jobs.pickle").read_bytes())):
+        result = run_job(job)
         if rank == 0:
             torch.save(result, directory / f"result_{index}.pt")
 
