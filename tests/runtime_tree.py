@@ -111,7 +111,10 @@ class Root:
 
     def await_gone(self) -> None:
         """Until nothing of the tree is alive."""
-        wait_for(lambda: not self.alive())
+        try:
+            wait_for(lambda: not self.alive())
+        except AssertionError as error:
+            raise AssertionError(f"alive: {[told_of(pid) for pid in self.alive()]}") from error
 
     def reapers(self) -> list[int]:
         return [pid for pid in self.alive() if b"reaper.py" in read_bytes(Path(f"/proc/{pid}/cmdline"))]
@@ -128,6 +131,12 @@ class Root:
         self.process.communicate()
         for pid in self.alive():
             os.kill(pid, signal.SIGKILL)
+
+
+def told_of(pid: int) -> tuple[int, bytes, bytes, bytes]:
+    """Of a process that should be gone: its number, its command, in which state it is, and where in the kernel."""
+    state, where = (read_bytes(Path(f"/proc/{pid}/{name}")) for name in ("status", "wchan"))
+    return pid, read_bytes(Path(f"/proc/{pid}/cmdline")), state[: state.find(b"VmPeak")], where
 
 
 def sleeps_of(pid: int) -> int:
