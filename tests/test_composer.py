@@ -132,9 +132,16 @@ def test_hydra_is_asked_once_for_the_same_until_a_file_changes(tmp_path, monkeyp
         composing.compose_yaml(["+overlay=mine"]).seed = 99  # what was given is the caller's
         assert composing.compose_yaml(["+overlay=mine"]).seed == 3
         assert asked.count(["+overlay=mine"]) == 1
+        for seed in range(composing.MOST_ANSWERS):  # others: what is wanted again and again is kept
+            composing.compose_yaml([f"seed={seed}"])
+            composing.compose_yaml(["+overlay=mine"])
+        assert asked.count(["+overlay=mine"]) == 1
+        assert len(composing._answers) == composing.MOST_ANSWERS
+        monkeypatch.chdir(tmp_path)
+        assert composing.compose_yaml(["+overlay=mine"]).hydra.runtime.cwd == str(tmp_path)
         file.write_text("# @package _global_\nseed: 4\n")
         os.utime(file, ns=(1, 1))  # the clock of a filesystem may be coarse
         assert composing.compose_yaml(["+overlay=mine"]).seed == 4
-        assert asked.count(["+overlay=mine"]) == 2
+        assert asked.count(["+overlay=mine"]) == 3
     finally:
         use_directories(None, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import re
 import shlex
@@ -110,13 +111,16 @@ def _composed(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
     times, for its explanation, at 0.1 s each.
     """
     state = state_of_files(conf_dir())
-    if _answers_to != [state] or len(_answers) >= MOST_ANSWERS:
+    if _answers_to != [state]:
         _answers.clear()
         _answers_to[:] = [state]
-    asked = (config_name, *overrides)
+    asked = (config_name, os.getcwd(), *overrides)  # which Hydra's node holds
     if asked in _answers:
+        _answers[asked] = _answers.pop(asked)  # the last that is given up
         kept: DictConfig = pickle.loads(_answers[asked])
         return kept
+    if len(_answers) >= MOST_ANSWERS:
+        del _answers[next(iter(_answers))]
     answer = hydra_compose(config_name, overrides=list(overrides), return_hydra_config=True)
     with suppress(Exception):  # of a plugin's class that cannot be pickled, which may raise anything
         _answers[asked] = pickle.dumps(answer)
