@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from families import EACH, family_card
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from prl.models.experts.dispatch import collect, spread, spread_scalars
 from prl.models.experts.placement import place
@@ -22,6 +23,7 @@ from prl.models.fp8.linears import Fp8Attention, Fp8Linear, fp8_linears, fp8_lin
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.lm_head import LMHead
 from prl.models.layers.mlp import DenseMLP, Router
+from prl.models.sharding import local_part
 
 EPS = 2**-4  # half the distance of neighbouring e4m3 values, relative to them
 
@@ -299,6 +301,35 @@ def test_wide_weights_are_rounded_as_they_are_quantised():
         assert torch.equal(ours.to(theirs.dtype), theirs)
     assert wide.down_proj.grad.dtype == torch.float32
     assert not torch.equal(wide.down_proj.grad, narrow.down_proj.grad.float())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_of_micro_batches_are_added_where_they_lie(sharded, world):
+    """The bits that autograd gets, which adds them up where a hook waits for them."""
+    found = []
+    for waits in (False, True):
+        torch.manual_seed(1)
+        experts = pair_of_experts(3, 160, 96)[1]
+        if sharded:
+            for name, param in list(experts.named_parameters()):
+                data = distribute_tensor(param.detach(), world.dense["fsdp"], [Shard(0)])
+                experts.register_parameter(name, torch.nn.Parameter(data))
+        seen, places = [], []
+        for param in experts.parameters():
+            if waits:
+                param.register_post_accumulate_grad_hook(seen.append)
+        for counts in ([5, 0, 130], [128, 7, 3], [0, 0, 1]):
+            rows = torch.randn(384, 160).bfloat16().requires_grad_()
+            experts.grouped_mlp(rows, torch.tensor(counts), torch.rand(384)).sum().backward()
+            places.append([local_part(param.grad).data_ptr() for param in experts.parameters()])
+        assert len(seen) == (6 if waits else 0)
+        assert places[0] == places[1] == places[2]
+        found.append([param.grad for param in experts.parameters()])
+    for ours, wanted in zip(*found, strict=True):
+        assert type(ours) is type(wanted)
+        assert ours.shape == wanted.shape
+        assert torch.equal(local_part(ours), local_part(wanted))
+        assert local_part(ours).any()
 
 
 def compare_experts(run, pair, x, scale, idle):

@@ -47,6 +47,13 @@ def test_casts_give_the_same_bits(m, wants):
             assert_same(ours, theirs)
 
 
+def test_scales_of_any_size_have_the_same_bits():
+    """Quotients are made without divisions."""
+    x = (torch.randn(1024, 1024) * 2 ** torch.linspace(-110, 126, 1024)[:, None]).bfloat16()
+    for ours, theirs in zip(cast([x.cuda()], True, True), cast([x], True, True), strict=True):
+        assert_same(ours, theirs)
+
+
 def test_casts_take_rows_from_where_they_lie():
     x = wild(300, 256)
     source = torch.randint(-1, 300, (512,))
@@ -72,6 +79,12 @@ def test_swiglu_with_its_casts():
     moved = [tensor.cuda() for tensor in inputs]
     ours, theirs = activations.cast_swiglu(*moved[:2]), activations.cast_swiglu(*inputs[:2])
     assert relative(restore_rows(ours).cpu(), restore_rows(theirs)) < 0.01
+    for parts in (moved, inputs):  # without a scale: as with 1
+        plain, ones = (
+            activations.cast_swiglu_backward(parts[0], one, parts[2]) for one in (None, torch.ones_like(parts[1]))
+        )
+        for one, other in zip(plain[:3], ones[:3], strict=True):
+            assert_same(Scaled(*(field.cpu() for field in one)), Scaled(*(field.cpu() for field in other)))
     *ours, ours_scale = activations.cast_swiglu_backward(*moved)
     *theirs, theirs_scale = activations.cast_swiglu_backward(*inputs)
     for one, other in zip(ours, theirs, strict=True):

@@ -40,6 +40,29 @@ def test_a_wider_weight_is_cast_and_its_gradient_is_wide(device: str, frozen: bo
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_of_micro_batches_are_added_where_they_lie() -> None:
+    """The bits that autograd gets, which adds them up where a hook waits for them."""
+    found = []
+    for waits in (False, True):
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        weight = torch.randn(8, 64, 48, device="cuda", generator=generator).requires_grad_()
+        seen: list[torch.Tensor] = []
+        if waits:
+            weight.register_post_accumulate_grad_hook(seen.append)
+        for _ in range(3):
+            x = torch.randn(64, 48, device="cuda", generator=generator).bfloat16().requires_grad_()
+            y = grouped_linear(x, weight, torch.full((8,), 8, device="cuda"))
+            y.backward(torch.randn(64, 64, device="cuda", generator=generator).bfloat16())
+        assert len(seen) == 3 * waits
+        found.append(weight.grad)
+    ours, wanted = found
+    assert ours is not None
+    assert wanted is not None
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_cast_weight_is_not_kept_for_backward() -> None:
     weight = torch.randn(8, 64, 48, device="cuda").requires_grad_()
     x = torch.randn(64, 48, device="cuda").bfloat16().requires_grad_()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from prl.models.by_hand import GroupedLinearByHand, SwiGLUByHand, by_hand, is_by_hand
 from prl.models.experts.dispatch import ExpertWork, LocalDispatch, nothing
+from prl.models.experts.gradients import add_gradient, adds_up
 from prl.models.sharding import local_part
 
 # dispatch(x [N, H], weights [N, K], experts [N, K], num_experts, work) -> [N, H]
@@ -98,10 +99,9 @@ class Experts(nn.Module):
 
     def grouped_mlp(self, x: Tensor, counts: Tensor, scale: Tensor) -> Tensor:
         """x [M, H] sorted by the experts held here, counts [E_local], scale [M] -> [M, H], each row times its scale."""
-        first, down = local_part(self.first_proj), local_part(self.down_proj)
         of_first, of_down = self.casts
-        hidden = self.activate(grouped_linear(x, first, counts, of_first), scale)
-        return grouped_linear(hidden, down, counts, of_down)
+        hidden = self.activate(grouped_linear(x, self.first_proj, counts, of_first), scale)
+        return grouped_linear(hidden, self.down_proj, counts, of_down)
 
     def activate(self, x: Tensor, scale: Tensor) -> Tensor:
         """SwiGLU (arXiv:2002.05202) times scale [M]: [M, 2I] -> [M, I]; without a gate, the squared ReLU
@@ -118,13 +118,16 @@ class Experts(nn.Module):
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, casts: Casts | None = None) -> Tensor:
     """x [M, K] in slices of counts [E] rows, weight [E, N, K] -> [M, N]: slice e times weight[e]^T, in x's dtype.
 
-    casts: of a wider weight to this dtype.
+    weight may be a DTensor of which these experts are held here. casts: of a wider weight to x's dtype.
     """
+    param, weight = weight, local_part(weight)
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
         ends = counts.cumsum(0, dtype=torch.int32)
         if weight.dtype != x.dtype:
             early = casts or Casts(*(Early(lambda: weight.to(x.dtype)) for _ in range(2)))
-            return GroupedLinearOfWider.apply(x, weight, ends, early)
+            if adds_up(param, x):
+                return GroupedLinearOfWider.apply(x, weight.detach(), ends, early, param)
+            return GroupedLinearOfWider.apply(x, weight, ends, early, None)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     weight = weight.to(x.dtype)
     if is_by_hand(x):
@@ -137,12 +140,14 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, casts: Casts | Non
 class GroupedLinearOfWider(torch.autograd.Function):
     """As `grouped_linear` with slices that end at `ends` [E]; the weight is of a wider dtype than x, and cast once more
     in backward rather than kept: 2 bytes of each parameter of all layers' experts.
+
+    param: what the weight's gradient is added to, instead of being handed on (`adds_up`).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, casts: Casts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, casts: Casts, param: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, ends)  # the weight, so that a change in between is noticed
-        ctx.casts = casts.backward
+        ctx.casts, ctx.param = casts.backward, param
         return F.grouped_mm(x, casts.forward.take().transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -152,6 +157,8 @@ class GroupedLinearOfWider(torch.autograd.Function):
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
             d_x = F.grouped_mm(grad, ctx.casts.take(), offs=ends)
-        if ctx.needs_input_grad[1]:
+        if ctx.param is not None:
+            add_gradient(ctx.param, lambda _: F.grouped_mm(grad.t(), x, offs=ends))
+        elif ctx.needs_input_grad[1]:
             d_weight = F.grouped_mm(grad.t(), x, offs=ends).to(weight.dtype)
-        return d_x, d_weight, None, None
+        return d_x, d_weight, None, None, None

@@ -10,17 +10,19 @@ from prl.models.fp8.cast import cast, cast_columns, cast_rows, has_kernel
 from prl.models.fp8.format import BLOCK, Scaled
 
 
-def cast_swiglu(gate_up: Tensor, scale: Tensor) -> Scaled:
-    """gate_up [Mp, 2I], scale [Mp] -> `cast_rows` of silu(gate) * up * scale [Mp, I] (arXiv:2002.05202)."""
+def cast_swiglu(gate_up: Tensor, scale: Tensor | None) -> Scaled:
+    """gate_up [Mp, 2I], scale [Mp] (None: 1) -> `cast_rows` of silu(gate) * up * scale [Mp, I] (arXiv:2002.05202)."""
     if has_kernel(gate_up) and gate_up.shape[1] % (2 * BLOCK) == 0:
         from prl.models.fp8 import expert_kernels
 
         return expert_kernels.cast_swiglu(gate_up, scale)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return cast_rows((gate * gate.sigmoid() * up * scale.float()[:, None]).to(gate_up.dtype))
+    return cast_rows((gate * gate.sigmoid() * up * _column(scale)).to(gate_up.dtype))
 
 
-def cast_swiglu_backward(gate_up: Tensor, scale: Tensor, grad: Tensor) -> tuple[Scaled, Scaled, Scaled, Tensor]:
+def cast_swiglu_backward(
+    gate_up: Tensor, scale: Tensor | None, grad: Tensor
+) -> tuple[Scaled, Scaled, Scaled, Tensor | None]:
     """Of `cast_swiglu`, grad [Mp, I] being the gradient of its result: the gradient of gate_up [Mp, 2I] cast along rows
     and along columns, the result once more but cast along columns, and the gradient of scale [Mp] float32.
     """
@@ -30,12 +32,16 @@ def cast_swiglu_backward(gate_up: Tensor, scale: Tensor, grad: Tensor) -> tuple[
         return expert_kernels.cast_swiglu_backward(gate_up, scale, grad)
     dtype = grad.dtype
     gate, up = gate_up.float().chunk(2, dim=-1)
-    sigmoid, scale, grad = gate.sigmoid(), scale.float()[:, None], grad.float()
-    grad_gate = (grad * up * scale * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype)
-    grad_up = (grad * scale * gate * sigmoid).to(dtype)
+    sigmoid, factor, grad = gate.sigmoid(), _column(scale), grad.float()
+    grad_gate = (grad * up * factor * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype)
+    grad_up = (grad * factor * gate * sigmoid).to(dtype)
     rows, columns = cast([grad_gate, grad_up], rows=True, columns=True)
-    activated = cast_columns((gate * sigmoid * up * scale).to(dtype))
-    return rows, columns, activated, (grad * gate * sigmoid * up).sum(1)
+    activated = cast_columns((gate * sigmoid * up * factor).to(dtype))
+    return rows, columns, activated, None if scale is None else (grad * gate * sigmoid * up).sum(1)
+
+
+def _column(scale: Tensor | None) -> Tensor | float:
+    return 1.0 if scale is None else scale.float()[:, None]
 
 
 def cast_squared_relu(up: Tensor, scale: Tensor) -> Scaled:

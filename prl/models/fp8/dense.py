@@ -26,7 +26,7 @@ def fp8_swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, backend: str) 
     """
     rows, _ = cast([x], rows=True, columns=False, source=whole_blocks(x))
     hidden = multiply(rows, join_blocks([gate, up]), x.dtype, backend)
-    y = multiply(cast_swiglu(hidden, ones(hidden)), cast_blocks(down), x.dtype, backend)
+    y = multiply(cast_swiglu(hidden, None), cast_blocks(down), x.dtype, backend)
     return y[: len(x)].contiguous(), hidden
 
 
@@ -40,22 +40,22 @@ def _(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, backend: str) -> tuple[
 def fp8_swiglu_backward(
     grad: Tensor, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hidden: Tensor, backend: str
 ) -> list[Tensor]:
-    """grad [T, H] -> gradients of x and of the three weights."""
+    """grad [T, H] -> gradients of x, of gate and up, joined [2I, H], and of down."""
     source = whole_blocks(x)
     rows, columns = cast([grad], rows=True, columns=True, source=source)
     inner = multiply(rows, cast_blocks(down, transposed=True), x.dtype, backend)  # [Tp, I]
-    rows, hidden_columns, activated, _ = cast_swiglu_backward(hidden, ones(hidden), inner)
+    rows, hidden_columns, activated, _ = cast_swiglu_backward(hidden, None, inner)
     del inner
     grad_down = multiply_columns(columns, activated, x.dtype, backend)
     grad_x = multiply(rows, join_blocks([gate, up], transposed=True), x.dtype, backend)[: len(x)].contiguous()
     _, columns = cast([x], rows=False, columns=True, source=source)
     joined = multiply_columns(hidden_columns, columns, x.dtype, backend)  # [2I, H]
-    return [grad_x, *(part.clone() for part in joined.chunk(2)), grad_down]
+    return [grad_x, joined, grad_down]
 
 
 @fp8_swiglu_backward.register_fake
 def _(grad: Tensor, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hidden: Tensor, backend: str) -> list[Tensor]:
-    return [x.new_empty(like.shape) for like in (x, gate, up, down)]
+    return [x.new_empty(shape) for shape in (x.shape, (2 * gate.shape[0], gate.shape[1]), down.shape)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -66,7 +66,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    found = fp8_swiglu_backward(grad, *ctx.saved_tensors, ctx.backend)
+    grad_x, joined, grad_down = fp8_swiglu_backward(grad, *ctx.saved_tensors, ctx.backend)
+    found = grad_x, *joined.chunk(2), grad_down
     return *(part if wanted else None for part, wanted in zip(found, ctx.needs_input_grad, strict=False)), None
 
 
@@ -79,11 +80,6 @@ def whole_blocks(x: Tensor) -> Tensor | None:
         return None
     row = torch.arange(-(-len(x) // BLOCK) * BLOCK, device=x.device)
     return row.where(row < len(x), -1)
-
-
-def ones(hidden: Tensor) -> Tensor:
-    """The mixing weights of tokens that are not mixed."""
-    return hidden.new_ones(len(hidden), dtype=torch.float32)
 
 
 class Fp8DenseMLP(DenseMLP):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prl.models.experts.gradients import add_gradient, adds_up
 from prl.models.experts.stacked import Casts, Early, Experts
 from prl.models.fp8.activations import (
     cast_squared_relu,
@@ -32,8 +33,8 @@ class ScaledExperts(torch.autograd.Function):
     """x [Mp, H] in `groups`, first [E, 2I, H], down [E, H, I], scale [Mp] -> down_e (silu(gate) * up * scale) [Mp, H];
     where there is no gate, first [E, I, H] and the squared ReLU.
 
-    casts: of the weights. It does not matter what lies in rows of padding of x, in the gradients neither; scale is
-    finite there.
+    casts: of the weights. params: what the gradients of first and down are added to instead of being handed on
+    (`adds_up`). It does not matter what lies in rows of padding of x, in the gradients neither; scale is finite there.
     """
 
     @staticmethod
@@ -45,30 +46,41 @@ class ScaledExperts(torch.autograd.Function):
         scale: Tensor,
         groups: GroupedRows,
         casts: Sequence[Casts],
+        params: tuple[Tensor, Tensor] | None,
         backend: str,
     ) -> Tensor:
         gated = first.shape[1] == 2 * down.shape[2]
         rows, _ = cast([x], rows=True, columns=False, source=groups.source)
         hidden = multiply_groups(rows, casts[0].forward.take(), groups, x.dtype, backend)  # [Mp, 2I], or [Mp, I]
         activated = (cast_swiglu if gated else cast_squared_relu)(hidden, scale)
-        ctx.args = groups, [each.backward for each in casts], backend, gated
+        ctx.args = groups, [each.backward for each in casts], params, backend, gated
         ctx.save_for_backward(x, first, down, scale, hidden)
         return multiply_groups(activated, casts[1].forward.take(), groups, x.dtype, backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, first, down, scale, hidden = ctx.saved_tensors
-        groups, casts, backend, gated = ctx.args
+        groups, casts, params, backend, gated = ctx.args
         rows, columns = cast([grads[0]], rows=True, columns=True, source=groups.source)
         grad = multiply_groups(rows, casts[1].take(), groups, x.dtype, backend)  # [Mp, I]
         back = cast_swiglu_backward if gated else cast_squared_relu_backward
         rows, hidden_columns, activated, grad_scale = back(hidden, scale, grad)
+        assert grad_scale is not None
         del hidden, grad
-        grad_down = multiply_group_columns(columns, activated, groups, down.dtype, backend)
+        multiply = functools.partial(multiply_group_columns, groups=groups, backend=backend)
+        grad_first = grad_down = None
+        if params is None:
+            grad_down = multiply(columns, activated, dtype=down.dtype)
+        else:
+            made = columns, activated
+            add_gradient(params[1], lambda so_far: multiply(*made, dtype=down.dtype, into=so_far))
         grad_x = multiply_groups(rows, casts[0].take(), groups, x.dtype, backend)
         _, columns = cast([x], rows=False, columns=True, source=groups.source)
-        grad_first = multiply_group_columns(hidden_columns, columns, groups, first.dtype, backend)
-        return grad_x, grad_first, grad_down, grad_scale.to(scale.dtype), None, None, None
+        if params is None:
+            grad_first = multiply(hidden_columns, columns, dtype=first.dtype)
+        else:
+            add_gradient(params[0], lambda so_far: multiply(hidden_columns, columns, dtype=first.dtype, into=so_far))
+        return grad_x, grad_first, grad_down, grad_scale.to(scale.dtype), None, None, None, None
 
 
 # --- the module -------------------------------------------------------------------------------------------------------
@@ -92,7 +104,10 @@ class Fp8Experts(Experts):
             early or self.casts_of(weight.detach(), x.dtype)
             for early, weight in zip(self.casts, (first, down), strict=True)
         ]
-        return ScaledExperts.apply(x, first, down, scale, groups, casts, self.backend)
+        params = self.first_proj, self.down_proj
+        if all(adds_up(param, x) for param in params):
+            return ScaledExperts.apply(x, first.detach(), down.detach(), scale, groups, casts, params, self.backend)
+        return ScaledExperts.apply(x, first, down, scale, groups, casts, None, self.backend)
 
     def casts_of(self, weight: Tensor, dtype: torch.dtype) -> Casts:
         return Casts(*(Early(functools.partial(cast_blocks, weight, turned, dtype)) for turned in (False, True)))

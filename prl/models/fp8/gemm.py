@@ -58,8 +58,12 @@ def multiply_groups(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtyp
     return out
 
 
-def multiply_group_columns(a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtype, backend: str) -> Tensor:
+def multiply_group_columns(
+    a: Scaled, b: Scaled, groups: GroupedRows, dtype: torch.dtype, backend: str, into: Tensor | None = None
+) -> Tensor:
     """a [M, Mp], b [N, Mp], both of `cast_columns` -> [E, M, N]: a b^T summed over the rows of each group.
+
+    into: a matrix to add it to instead, which is returned.
 
     Not DeepGEMM's k_grouped_fp8_gemm_nt_contiguous: it adds to float32 matrices, and before DeepGEMM#343 (as in vLLM
     0.23's copy) it overwrites a group's TMA descriptors while loads may still read them. There it was 13-18 % off.
@@ -67,10 +71,11 @@ def multiply_group_columns(a: Scaled, b: Scaled, groups: GroupedRows, dtype: tor
     if backend == "emulated":
         sizes = groups.sizes.tolist()
         left, right = (restore_rows(x)[:, : sum(sizes)].split(sizes, dim=1) for x in (a, b))
-        return torch.stack([x @ y.t() for x, y in zip(left, right, strict=True)]).to(dtype)
+        products = torch.stack([x @ y.t() for x, y in zip(left, right, strict=True)]).to(dtype)
+        return products if into is None else into.add_(products)
     from prl.models.fp8.expert_kernels import multiply_columns_of_groups
 
-    return multiply_columns_of_groups(a, b, groups, dtype)
+    return multiply_columns_of_groups(a, b, groups, dtype, into)
 
 
 @functools.cache

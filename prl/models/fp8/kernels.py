@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prl.models.fp8.format import BLOCK, E4M3_MAX, SMALLEST, Scaled
 
-LARGEST: tl.constexpr = tl.constexpr(E4M3_MAX)
+assert E4M3_MAX == 448  # `_factor` and `_scale` have it, and what follows from it, as bits
 LEAST: tl.constexpr = tl.constexpr(SMALLEST)
 TILE: tl.constexpr = tl.constexpr(BLOCK)
 QUARTER: tl.constexpr = tl.constexpr(BLOCK // 4)
@@ -39,12 +39,66 @@ def _column_amax(a, b, c, d):
 
 @triton.jit
 def _factor(amax):
-    return tl.div_rn(tl.zeros_like(amax) + LARGEST, amax)
+    """448 / amax to the last bit, for what is finite: an approximation mended twice, where division has a branch (a
+    factor of 2^-20 on both sides keeps the largest from being taken for infinite).
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .f32 minus, inverse, error, quotient;
+        mul.f32 minus, $1, 0f35800000;
+        rcp.approx.ftz.f32 inverse, minus;
+        neg.f32 minus, minus;
+        fma.rn.f32 error, minus, inverse, 0f3F800000;
+        fma.rn.f32 inverse, error, inverse, inverse;
+        mul.f32 quotient, inverse, 0f39E00000;
+        fma.rn.f32 error, minus, quotient, 0f39E00000;
+        fma.rn.f32 $0, error, inverse, quotient; }""",
+        "=f,f",
+        [amax],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
 def _scale(amax):
-    return tl.div_rn(amax, tl.zeros_like(amax) + LARGEST)
+    """amax / 448 to the last bit, without a division."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .f32 error, quotient;
+        mul.f32 quotient, $1, 0f3B124925;
+        fma.rn.f32 error, quotient, 0fC3E00000, $1;
+        fma.rn.f32 $0, error, 0f3B124925, quotient; }""",
+        "=f,f",
+        [amax],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _rounded(x):
+    """float32 -> bfloat16, two at once: one by one they go through a slower pipe."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) by the two approximations alone: within 2 units of the last place."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .f32 e;
+        mul.f32 e, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 e, e;
+        add.f32 e, e, 0f3F800000;
+        rcp.approx.ftz.f32 $0, e; }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

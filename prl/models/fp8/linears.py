@@ -46,24 +46,22 @@ def _(x: Tensor, weights: list[Tensor], backend: str) -> list[Tensor]:
 def fp8_linears_backward(
     grads: list[Tensor], x: Tensor, weights: list[Tensor], backend: str, wants_x: bool, wants_weights: bool
 ) -> list[Tensor]:
-    """grads [T, N_i] -> gradients of x [T, K] and of the weights [N_i, K]; empty where they are not wanted."""
+    """grads [T, N_i] -> gradients of x [T, K] and of the weights, joined [sum of N_i, K]; empty where not wanted."""
     rows, columns = cast(grads, wants_x, wants_weights)
-    grad_x, grad_weights = x.new_empty(0), [weight.new_empty(0) for weight in weights]
+    grad_x, joined = x.new_empty(0), x.new_empty(0)
     if wants_x:
         grad_x = multiply(rows, join_blocks(weights, transposed=True), x.dtype, backend)
     if wants_weights:
         joined = multiply_columns(columns, cast_columns(x), x.dtype, backend)
-        parts = joined.split([len(weight) for weight in weights])
-        grad_weights = [joined] if len(parts) == 1 else [part.clone() for part in parts]
-    return [grad_x, *grad_weights]
+    return [grad_x, joined]
 
 
 @fp8_linears_backward.register_fake
 def _(
     grads: list[Tensor], x: Tensor, weights: list[Tensor], backend: str, wants_x: bool, wants_weights: bool
 ) -> list[Tensor]:
-    grad_x = x.new_empty(x.shape) if wants_x else x.new_empty(0)
-    return [grad_x, *(w.new_empty(w.shape) if wants_weights else w.new_empty(0) for w in weights)]
+    height = sum(weight.shape[0] for weight in weights)
+    return [x.new_empty(x.shape if wants_x else 0), x.new_empty((height, x.shape[1]) if wants_weights else 0)]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: list[Tensor]) -> None:
@@ -75,8 +73,9 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: lis
 def _linears_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, list[Tensor | None], None]:
     x, *weights = ctx.saved_tensors
     wants_x, wanted = ctx.needs_input_grad[0], ctx.wants_weights
-    grad_x, *grad_weights = fp8_linears_backward(list(grads), x, weights, ctx.backend, wants_x, any(wanted))
-    kept = [grad if wants else None for grad, wants in zip(grad_weights, wanted, strict=True)]
+    grad_x, joined = fp8_linears_backward(list(grads), x, weights, ctx.backend, wants_x, any(wanted))
+    parts = joined.split([len(weight) for weight in weights]) if any(wanted) else [None] * len(weights)
+    kept = [part if wants else None for part, wants in zip(parts, wanted, strict=True)]
     return grad_x if wants_x else None, kept, None
 
 
