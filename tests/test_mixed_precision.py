@@ -22,6 +22,7 @@ from prl.models.sharding import is_sharded
 from prl.models.state_space.mixer import Decay
 from prl.trainer import mixed_precision, parallelize
 from prl.trainer.mixed_precision import compute_in
+from prl.trainer.optim import GradientNorm
 
 
 @pytest.fixture
@@ -61,6 +62,28 @@ def test_gradients_are_those_of_fsdp(policies, name):
         torch.testing.assert_close(found[key], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()), msg=key)
     steps = [policy.optimizer_step(1).grad_norm for policy in (plain, sharded)]
     assert steps[0] == pytest.approx(steps[1], rel=1e-2)
+
+
+def test_the_loss_is_asked_for_when_the_norm_is_on_its_way(policies, monkeypatch):
+    """And the optimizer knows what it steps: what the host finds out then, the device does not wait for."""
+    policy, _ = policies("qwen3", "optim=adamw")
+    asked, norms = [], []
+    ask = GradientNorm.__init__
+    monkeypatch.setattr(GradientNorm, "__init__", lambda self, *args: (ask(self, *args), norms.append(self.both))[0])
+
+    def loss():
+        asked.append((len(norms), [optimizer.collected is not None for optimizer in policy.optimizers]))
+        return 1.0
+
+    for step in (1, 2):
+        gradients(policy)
+        done = policy.optimizer_step(step, loss)
+        assert done.grad_norm == float(norms[-1][0])
+    assert asked == [(1, [False]), (2, [True])]  # the first step makes the moments
+    before = [param.clone() for param in policy.model.parameters()]
+    gradients(policy)
+    assert not policy.optimizer_step(3, lambda: float("nan")).applied
+    assert all(torch.equal(*pair) for pair in zip(before, policy.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["balanced", "selective", "tight", "lora", "cpu_offload"])

@@ -29,7 +29,7 @@ from prl.runtime.directory.checkpoints import latest_valid, parts_of
 from prl.trainer import parallelize
 from prl.trainer.checkpoint import TrainerCheckpointer, no_space
 from prl.trainer.memory.optimizer_offload import master_weights
-from prl.trainer.optim import build_optimizers, gradient_norm, is_hidden_matrix, lr_factor, scale_gradients
+from prl.trainer.optim import GradientNorm, build_optimizers, is_hidden_matrix, lr_factor, scale_gradients
 from prl.trainer.parallelize import build_model
 from prl.trainer.policy import make_room, seed_everything
 from prl.trainer.world import build_world
@@ -126,7 +126,7 @@ def test_clipping_keeps_the_direction(world, limit, kind):
             model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([0.0, 4.0])
             for param in model.parameters():
                 param.grad *= size
-        norm, factor = gradient_norm([p.grad for p in models[0].parameters()], limit, dist.group.WORLD)
+        norm, factor = GradientNorm([p.grad for p in models[0].parameters()], limit, dist.group.WORLD).wait()
         assert norm == pytest.approx(5.0 * size)
         assert factor == pytest.approx(0.1 if limit * size == 0.5 else 1.0, rel=1e-4)
         for param in models[1].parameters():
@@ -157,7 +157,7 @@ def test_an_optimizer_may_have_nothing_to_clip(world, kind):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_are_not_scaled(world, bad):
-    norm, factor = gradient_norm([torch.tensor([1.0, bad])], 1.0, dist.group.WORLD)
+    norm, factor = GradientNorm([torch.tensor([1.0, bad])], 1.0, dist.group.WORLD).wait()
     assert not math.isfinite(norm)
     assert factor == 1.0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from prl.trainer.loops.rl_step import wait_for
+from prl.trainer.moments import Moment, now, seconds, wait_for
 
 PHASES = ("forward_backward", "clip_optimizer")
 
@@ -32,19 +32,19 @@ class StepRecord:
 
 
 class Stopwatch:
-    """Laps of one step; each waits for the device, and only there."""
+    """Laps of one step, from one moment of the device to the next. It is idle when they begin."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.record = StepRecord()
         wait_for(device)
-        self.last_s = time.perf_counter()
+        self.last = now(device)
 
-    def lap(self, phase: str) -> None:
-        wait_for(self.device)
-        now_s = time.perf_counter()
-        self.record.phases_s[phase] = now_s - self.last_s
-        self.last_s = now_s
+    def lap(self, phase: str, end: Moment | None = None) -> None:
+        """end: of the phase, a moment that was noted; None: now."""
+        end = now(self.device) if end is None else end
+        self.record.phases_s[phase] = seconds(self.last, end)
+        self.last = end
 
 
 class MemoryWatch:

@@ -90,14 +90,15 @@ class TrainerBench:
         for row in rows:
             self.ctx.beat()
             losses.append(backward(row, row is rows[-1]))
-        watch.lap("forward_backward")
-        self.policy.optimizer_step(step)
+        total = torch.stack(losses).sum()
+        done = self.policy.optimizer_step(step, lambda: total.item())
+        watch.lap("forward_backward", done.backward_done)
         watch.lap("clip_optimizer")
         record = watch.record
         record.useful_tokens = sum(row.num_tokens for row in rows) / world.cp
         record.padded_tokens = config.seq_len * len(rows) / world.cp
         record.flops = sum(self.policy.flops(row) for row in rows) / world.cp
-        record.loss = float(torch.stack(losses).sum()) / world.cp
+        record.loss = total.item() / world.cp
         return record
 
     def over_world(self, mine: int) -> int:

@@ -4,7 +4,6 @@ whatever is in their rows; what a rank computes between exchanges is its own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 from prl.models.layers.decoder import Decoder, DecoderLayer
 from prl.models.layers.mlp import SparseMLP
+from prl.trainer.moments import Moment, now, seconds
 from prl.trainer.world import World, sum_over_world
-
-Moment = float | torch.cuda.Event
 
 
 class BusyClock:
@@ -44,19 +42,12 @@ class BusyClock:
         def call(*inputs: Any, **options: Any) -> Any:
             if not self.laps or not torch.is_grad_enabled():
                 return function(*inputs, **options)
-            start = self.now()
+            start = now(self.world.device)
             result = function(*inputs, **options)
-            self.laps[-1].append((start, self.now()))
+            self.laps[-1].append((start, now(self.world.device)))
             return result
 
         return call
-
-    def now(self) -> Moment:
-        if self.world.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def step(self) -> dict[str, float]:
         """After an optimizer step, with which the device is done: what the laps since the last one took, each its
@@ -82,15 +73,6 @@ def pieces(layer: DecoderLayer, exchanges: bool) -> list[tuple[nn.Module, str]]:
     if layer.mlp.shared_experts is not None:
         parts.append((layer.mlp.shared_experts, "forward"))
     return [(layer, "attention_block"), *parts] if layer.mixes_tokens else parts
-
-
-def seconds(start: Moment, end: Moment) -> float:
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    assert isinstance(end, float)
-    return end - start
 
 
 def of_data_ranks(table: Tensor, owners: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -179,36 +179,32 @@ def lr_factor(step: int, max_steps: int, schedule: ScheduleConfig) -> float:
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left
 
 
-def nothing() -> None:
-    pass
-
-
 def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
 
-@torch.no_grad()
-def gradient_norm(
-    gradients: list[Tensor], max_norm: float, island: dist.ProcessGroup, meanwhile: Callable[[], object] = nothing
-) -> tuple[float, float]:
+class GradientNorm:
     """Global L2 norm of all gradients over all ranks, and the factor that brings it down to max_norm (0: 1, as where it
-    is not exceeded).
+    is not exceeded). The device is asked for them at once; `wait` returns both.
 
     gradients: this rank's shards, whatever mesh their parameters lie on (experts have their own). island: the ranks of
     one FSDP island, on which every shard lies once, so one sum over them covers everything; replicas hold the same.
-    meanwhile: called once, before the host waits for the device.
     """
-    total = torch.stack(torch._foreach_norm(gradients)).square().sum()
-    if dist.get_world_size(island) > 1:
-        dist.all_reduce(total, group=island)
-    total = total.sqrt()
-    factor = max_norm / (total + 1e-6) if max_norm > 0 else torch.ones_like(total)
-    both = torch.stack([total, factor])
-    meanwhile()
-    norm, least = both.tolist()
-    return norm, min(least, 1.0) if math.isfinite(norm) else 1.0
+
+    @torch.no_grad()
+    def __init__(self, gradients: list[Tensor], max_norm: float, island: dist.ProcessGroup) -> None:
+        total = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        if dist.get_world_size(island) > 1:
+            dist.all_reduce(total, group=island)
+        total = total.sqrt()
+        factor = max_norm / (total + 1e-6) if max_norm > 0 else torch.ones_like(total)
+        self.both = torch.stack([total, factor])
+
+    def wait(self) -> tuple[float, float]:
+        norm, factor = self.both.tolist()
+        return norm, min(factor, 1.0) if math.isfinite(norm) else 1.0
 
 
 def prepare(optimizers: list[torch.optim.Optimizer]) -> None:

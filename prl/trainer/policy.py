@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,8 @@ from prl.trainer.head.head import logprob_head
 from prl.trainer.indexer_training import IndexerTraining
 from prl.trainer.inputs import RowInputs
 from prl.trainer.memory.optimizer_offload import local_gradients, master_weights, offload_optimizers
-from prl.trainer.optim import build_optimizers, gradient_norm, lr_factor, prepare, scale_gradients, set_lr
+from prl.trainer.moments import Moment, now
+from prl.trainer.optim import GradientNorm, build_optimizers, lr_factor, prepare, scale_gradients, set_lr
 from prl.trainer.parallelize import build_model, torch_dtype
 from prl.trainer.replicas import ReplicaGradients, are_replicas
 from prl.trainer.world import World, sum_over_world
@@ -50,8 +50,13 @@ class OptimStep:
     """What an optimizer step did."""
 
     grad_norm: float  # before clipping
-    seconds: float
+    backward_done: Moment
     applied: bool  # false: loss or norm were not finite, so weights and moments are those of before
+
+
+def no_loss() -> float:
+    """Of a step that is taken whatever its loss is."""
+    return 0.0
 
 
 class Policy:
@@ -127,30 +132,33 @@ class Policy:
         flops, self.flops_formula = packed_flops(card, micro.doc_lens.tolist(), frozen)
         return flops - packed_flops(card, shared, frozen)[0]  # what is run once counts once
 
-    def optimizer_step(self, step: int, loss: float = 0.0) -> OptimStep:
+    def optimizer_step(self, step: int, loss: Callable[[], float] = no_loss) -> OptimStep:
         """Clip, apply at the scheduled learning rate, clear.
 
         Nothing but the gradients changes, on any rank, if `loss` (the same on all ranks) or the norm is not finite.
+        loss: asked once the device knows all that the norm takes, which it is not to wait for the host for.
         """
-        start = time.perf_counter()
+        backward_done = now(self.world.device)
         self.lr = self.optim.lr * lr_factor(step, self.max_steps, self.optim.schedule)
         set_lr(self.optimizers, self.lr)
         if self.replicas is not None:
             self.replicas.finish()
-        grad_norm, factor = gradient_norm(
+        norm = GradientNorm(
             local_gradients(self.model, self.optimizers),
             self.optim.max_grad_norm,
             self.world.dense.get_group("fsdp"),
-            meanwhile=partial(prepare, self.optimizers),
         )
-        applied = self._all_agree(math.isfinite(loss) and math.isfinite(grad_norm))
+        prepare(self.optimizers)
+        finite = math.isfinite(loss())
+        grad_norm, factor = norm.wait()
+        applied = self._all_agree(finite and math.isfinite(grad_norm))
         for optimizer in self.optimizers:
             if applied:
                 scale_gradients(optimizer, factor)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.figures = self.balance.step(moves=applied) | self.indexers.step() | self.busy.step()
-        return OptimStep(grad_norm, time.perf_counter() - start, applied)
+        return OptimStep(grad_norm, backward_done, applied)
 
     def _all_agree(self, finite: bool) -> bool:
         """Within an island all ranks have one norm; replicas of it, whose sums may differ by rounding, must ask."""

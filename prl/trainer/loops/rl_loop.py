@@ -21,9 +21,10 @@ from prl.trainer.loops.export import export_policy
 from prl.trainer.loops.guard import StepGuard
 from prl.trainer.loops.kept_logp import KeptLogp
 from prl.trainer.loops.publishing import RankWeights, publisher_of
-from prl.trainer.loops.rl_step import backward_rl, loss_denominator, wait_for
+from prl.trainer.loops.rl_step import backward_rl, loss_denominator
 from prl.trainer.loops.saving import Saving, writer_before_world
 from prl.trainer.loops.shared_fetch import SharedFetch
+from prl.trainer.moments import now, seconds
 from prl.trainer.policy import Policy, device_memory_bytes, make_room, peak_memory_bytes, seed_everything
 from prl.trainer.world import World, join_world, largest_over_world, leave_world, meet, sum_over_data
 from prl.trainer.writer.starting import Started
@@ -100,7 +101,7 @@ class RLTrainer:
 
     def train_step(self, batch: TrainBatch) -> dict[str, Any]:
         """Forward and backward over this rank's micro-batches, then the optimizer step. Returns this step's numbers."""
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), now(self.world.device)
         denominator = loss_denominator(self.config.algo, batch.loss_tokens, batch.loss_docs)
         parts: list[torch.Tensor] = []
         kls: list[torch.Tensor] = []
@@ -115,11 +116,15 @@ class RLTrainer:
             kls.append(kl)
             flops += self.policy.flops(micro)
             self.kept.note(wanted, micro, stats)
-        wait_for(self.world.device)
-        forward_backward_s = time.perf_counter() - started
-        sums = sum_over_data(torch.stack(parts).sum(0).cpu(), self.world)
-        loss, entropy, mismatch, ratio, masked, tokens = sums.tolist()
-        done = self.policy.optimizer_step(batch.step, loss)
+        sums: list[float] = []
+
+        def loss_of_all() -> float:
+            sums.extend(sum_over_data(torch.stack(parts).sum(0).cpu(), self.world).tolist())
+            return sums[0]
+
+        done = self.policy.optimizer_step(batch.step, loss_of_all)
+        busy_s, forward_backward_s = time.perf_counter() - started, seconds(begun, done.backward_done)
+        loss, entropy, mismatch, ratio, masked, tokens = sums
         mine = torch.cat(kls).cpu().numpy() if self.world.is_first_of_context else np.empty(0)
         self.kept.write(batch.step)
         tail = largest_over_world(mine, tokens=int(tokens))
@@ -140,7 +145,7 @@ class RLTrainer:
             "run_tokens": self._sum(sum(m.run_tokens for m in batch.micro_batches)),
             "padded_tokens": padded,
             "forward_backward_s": forward_backward_s,
-            "optim_s": done.seconds,
+            "optim_s": busy_s - forward_backward_s,
             **self.policy.figures,
             **self.policy.compile_times(),
             "flops": flops / self.world.cp,

@@ -40,9 +40,3 @@ def backward_rl(algo: AlgoConfig, micro: MicroBatch, stats: TokenStats, denomina
     count = torch.full_like(sums[0], len(stats.rows))
     ratio = (stats.logp.detach() - logp_infer).double().exp()
     return torch.stack([sums[0], sums[1], kl.sum(), ratio.sum(), sums[2], count]), kl
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what was asked of it; the end of a timed phase."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -119,13 +119,18 @@ class SftTrainer:
             share.backward()
             parts.append(share.detach().double())
             flops += self.policy.flops(micro)
-        total = sum_over_data(torch.stack(parts).sum().cpu().view(1), self.world).item()
-        done = self.policy.optimizer_step(step, total)
+        losses: list[float] = []
+
+        def loss_of_all() -> float:
+            losses.append(sum_over_data(torch.stack(parts).sum().cpu().view(1), self.world).item())
+            return losses[0]
+
+        done = self.policy.optimizer_step(step, loss_of_all)
         busy_s = time.perf_counter() - started
         mfu, formula = utilisation(flops, busy_s, self.world.device.type, self.policy.flops_formula)
         tokens = sum(row.num_tokens for row in rows)
         return {
-            "loss": total,
+            "loss": losses[0],
             "grad_norm": done.grad_norm,
             "step_skipped": int(not done.applied),
             "lr": self.policy.lr,
