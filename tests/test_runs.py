@@ -25,6 +25,8 @@ from runs import (
 )
 from runtime_tree import mount_small_disk, wait_for
 
+from prl.runtime.directory.status_file import read_status
+
 pytestmark = pytest.mark.slow
 
 SYNC = [*SMALL, "algo.max_off_policy_steps=0", "max_steps=6", "eval.interval=3", "ckpt.interval=2"]
@@ -277,15 +279,20 @@ def test_a_killed_engine_comes_back_and_nothing_is_trained_twice(cache, tmp_path
     moment = Moment(f"request:{120 // engines}", tmp_path / "moment")  # of 448
     process = start(args, tmp_path, env=moment.env)
     engine = moment.wait(process)
+    deaths = 2 if engines == 1 else 1  # the second on its way back
     os.kill(engine, signal.SIGKILL)
+    if deaths == 2:
+        wait_for(lambda: read_status(tmp_path / "l")["roles"]["inference/0"]["restarts"] == 1)
+        os.kill(read_status(tmp_path / "l")["roles"]["inference/0"]["pid"], signal.SIGKILL)
     done = finish(process)
     assert done.code == 0, done.output
-    assert re.search(r"inference/\d ended \(killed by SIGKILL from outside\); restart 1 of 3", done.output)
+    for number in range(1, deaths + 1):
+        assert re.search(rf"inference/\d ended \(killed by SIGKILL from outside\); restart {number} of 3", done.output)
     trained = rows(tmp_path / "l", "trainer.0")
     assert [row["step"] for row in trained] == list(range(1, 15))
     steps = [row for row in rows(tmp_path / "l", "orchestrator") if "staleness_hist" in row]
     assert [row["step"] for row in steps] == list(range(1, 15))
-    assert (steps[-1]["engine_restarts"], steps[-1]["failed_rollouts"]) == (1, 0)
+    assert (steps[-1]["engine_restarts"], steps[-1]["failed_rollouts"]) == (deaths, 0)
     assert max(row["staleness_max"] for row in steps) <= 2
     kept = [json.loads(line) for line in (tmp_path / "l/rollouts.jsonl").read_text().splitlines()]
     assert max(Counter(row["group"] for row in kept).values()) == 4, "a group was trained twice"

@@ -196,6 +196,16 @@ def test_what_a_new_engine_would_only_meet_again_starts_none(kind: str, again: b
     assert Restarts(compose(["warm_start=none"])).grant("inference/0", "inference", True, kind, step=0) == again
 
 
+def test_what_dies_on_its_way_back_was_up_once() -> None:
+    restarts = Restarts(compose(["warm_start=none"]))
+    assert not restarts.grant("inference/0", "inference", False, "node", step=0), "it never was"
+    assert restarts.grant("inference/0", "inference", True, "node", step=0)
+    assert restarts.grant("inference/0", "inference", False, "node", step=0)
+    assert not restarts.grant("inference/1", "inference", False, "node", step=0), "another one"
+    assert restarts.grant("inference/0", "inference", False, "code", step=0)
+    assert not restarts.grant("inference/0", "inference", True, "node", step=0), "the fourth"
+
+
 def test_restarts_are_counted_by_what_training_gets_done_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts_module, "WINDOW_S", 0.0)
     restarts = Restarts(compose(["warm_start=none"]))

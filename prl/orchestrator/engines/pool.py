@@ -124,9 +124,9 @@ class EnginePool:
 
     # --- replicas that die --------------------------------------------------------------------------------------------
 
-    def lose(self, index: int) -> None:
-        """A replica was started again: what it was asked is gone, and it has old weights."""
-        self.restarts += 1
+    def lose(self, index: int, times: int = 1) -> None:
+        """A replica was started again, so many times: what it was asked is gone, and it has old weights."""
+        self.restarts += times
         self.serving[index] = False
         self.returned.discard(index)
         if self.sockets:

@@ -24,8 +24,8 @@ async def follow_restarts(run_dir: Path, names: list[str], pool: EnginePool, tim
             for index, name in enumerate(names):
                 restarts = roles.get(name, {}).get("restarts", 0)
                 if restarts > seen[index]:
+                    pool.lose(index, restarts - seen[index])
                     seen[index] = restarts
-                    pool.lose(index)
                     returning.add(asyncio.create_task(pool.readmit(index, timeout_s)))
             for task in [task for task in returning if task.done()]:
                 returning.discard(task)

@@ -10,6 +10,7 @@ from prl.config.console import one_line
 from prl.metrics.reader import Row, read_rows
 from prl.planning.run_plan import RunPlan
 from prl.runtime.directory.checkpoints import steps
+from prl.runtime.directory.status_file import read_status
 from prl.runtime.people.evaluation_report import print_evaluation
 from prl.runtime.people.view import clock
 
@@ -74,7 +75,9 @@ def print_report(plan: RunPlan, run_dir: Path) -> None:
     if skipped := [str(row["step"]) for row in rows if row.get("step_skipped")]:
         print(f"{len(skipped)} optimizer steps were skipped, being not finite: {_first(skipped)}")
     if rows:
-        print(f"time: {clock(rows[-1]['time'] - rows[0]['time'])} from the first row of metrics to the last")
+        attempts = number if isinstance(number := read_status(run_dir).get("attempt"), int) else 1
+        others = f", and what lay between {attempts} attempts" if attempts > 1 else ""
+        print(f"time: {clock(rows[-1]['time'] - rows[0]['time'])} from the first row of metrics to the last{others}")
     curve = draw_curve(rows, training, held_out, run_dir / f"{stem}.png")
     for label, path in _places(run_dir, curve):
         print(one_line(f"{label:<12}{path}"))

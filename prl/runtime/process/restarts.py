@@ -48,9 +48,13 @@ class Restarts:
         self.last: dict[str, str] = {}  # child -> class of its last failure
 
     def grant(self, name: str, role: str, was_ready: bool, kind: str, step: int) -> bool:
-        """Whether the child may be started again after a failure of class `kind` in `step`; counted if so."""
+        """Whether the child may be started again after a failure of class `kind` in `step`; counted if so.
+
+        was_ready: it was up. One that was, and died on its way back, has as many chances as are left.
+        """
         again = kind == "oom" and self.last.get(name) == "oom"  # it would only do it once more
-        if why_final(self.config, role) or not was_ready or kind in ("config", "diverged") or again:
+        was_up = was_ready or name in self.last
+        if why_final(self.config, role) or not was_up or kind in ("config", "diverged") or again:
             return False
         if self.recent(role, step) >= MAX_RESTARTS:
             return False
