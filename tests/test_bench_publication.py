@@ -48,6 +48,13 @@ def test_a_235b_goes_from_64_ranks_to_32_processes() -> None:
 
 
 @pytest.mark.slow
+def test_two_trainers():
+    """The fewest, of which one is looked at as the first and one as the last."""
+    figures = publication("--trainers=2", "--ep=2", "--engines=1", "--tp=1", "--layers=2")
+    assert figures["version, MB"] > 0
+    check(figures)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_no_rank_has_more_than_its_part_in_host_memory(transport: str) -> None:
     command = [sys.executable, "-m", "prl.bench.publication_host", f"--transport={transport}", "--mib=512", "--ranks=4"]

@@ -7,7 +7,6 @@ heads.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import restore_flash_attention_impl
 
+from prl.bench.arguments import parser_of
 from prl.bench.measurement import time_mean
+from prl.config.arguments import a_count
 from prl.config.errors import UserError
 from prl.models.layers.packed_attention import AttentionImpl, activate_attention, packed_attention
 
@@ -97,12 +98,12 @@ def rows(impl: AttentionImpl, lengths: list[int], sizes: Sizes, device: torch.de
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m prl.bench.attention", description=(__doc__ or "").split("\n\n")[1])
-    parser.add_argument("tokens", type=int, nargs="*", help="lengths of the document")
-    parser.add_argument("--heads", type=int, default=16 if on_gpu else 4, help="of queries")
-    parser.add_argument("--kv-heads", type=int, default=8 if on_gpu else 2, help="of keys and values")
+    parser = parser_of("attention", (__doc__ or "").split("\n\n")[1])
+    parser.add_argument("tokens", type=a_count, nargs="*", help="lengths of the document")
+    parser.add_argument("--heads", type=a_count, default=16 if on_gpu else 4, help="of queries")
+    parser.add_argument("--kv-heads", type=a_count, default=8 if on_gpu else 2, help="of keys and values")
     widths = [128, 128] if on_gpu else [32, 32]
-    parser.add_argument("--widths", type=int, nargs=2, default=widths, help="of a head's keys and values")
+    parser.add_argument("--widths", type=a_count, nargs=2, default=widths, help="of a head's keys and values")
     asked = parser.parse_args()
     sizes = Sizes(asked.heads, asked.kv_heads, *asked.widths)
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -32,6 +32,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from prl.bench.arguments import directory, parser_of
+from prl.config.arguments import a_count, an_amount
+
 GIB = 1 << 30
 VARIANTS = ("sync", "thread", "torch", "prl")
 BYTES = 12  # of a parameter: its float32 weight and two moments
@@ -262,24 +265,22 @@ HEAD = ("save", "blocked ms", "GiB/s", "saved s", "GiB/s", "step ms", "beside ms
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m prl.bench.checkpoint", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("directory", nargs="?", default=None, help="where to write; default: the temporary directory")
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    parser.add_argument("--gib", type=float, default=2.0, help="weights and moments of all ranks; default: 2")
-    parser.add_argument("--saves", type=int, default=2, help="one after another; default: 2")
+    parser = parser_of("checkpoint", __doc__)
+    parser.add_argument("directory", nargs="?", type=directory, help="where to write; default: the temporary directory")
+    parser.add_argument("--ranks", type=a_count, default=2, help="default: 2")
+    parser.add_argument("--gib", type=an_amount, default=2.0, help="weights and moments of all ranks; default: 2")
+    parser.add_argument("--saves", type=a_count, default=2, help="one after another; default: 2")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="one GPU a rank; default: cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
     parser.add_argument(
         "--settle-s",
-        type=float,
+        type=an_amount,
         default=4.0,
         help="before the first save, while what starts with a trainer starts; default: 4",
     )
     said = parser.parse_args()
-    if said.directory is not None:
-        Path(said.directory).mkdir(parents=True, exist_ok=True)
+    if said.device == "cuda" and said.ranks > torch.cuda.device_count():
+        parser.error(f"--device cuda --ranks {said.ranks}: {torch.cuda.device_count()} GPUs are seen here")
     print(f"{said.ranks} ranks, {said.gib:g} GiB, of which each has {said.gib / said.ranks:.2f}")
     print("".join(f"{title:>12}" for title in HEAD))
     for variant in said.variants:

@@ -8,7 +8,6 @@ event loop was held at a time, and its memory. `--json` has the engines answer a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import multiprocessing
@@ -22,6 +21,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from prl.bench.arguments import parser_of
+from prl.config.arguments import a_count
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.batching import EncodedStep, encode_step, release
 from prl.orchestrator.engines.pool import EnginePool
@@ -243,15 +244,13 @@ def measure(load: Load) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m prl.bench.control_plane", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("control_plane", __doc__)
     numbers = {
         "engines": 1, "trainers": 2, "rollouts": 16, "steps": 4, "in_flight": 4, "prompt": 1024, "completion": 31744,
         "turns": 1, "layers": 94, "topk": 8, "seq_len": 131072,
     }  # fmt: skip
     for name, value in numbers.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=a_count, default=value, help=f"default: {value}")
     parser.add_argument("--json", action="store_true", help="engines answer as JSON, for comparison")
     result = measure(Load(**vars(parser.parse_args())))
     for figure, amount in result.items():

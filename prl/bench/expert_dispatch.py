@@ -10,7 +10,6 @@ processes for are worked out so. Times are arithmetic.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import tempfile
@@ -26,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from prl.bench.arguments import parser_of
+from prl.config.arguments import a_count
 from prl.models.experts.all_to_all import AllToAllDispatch, reached
 from prl.models.experts.dispatch import ExpertWork
 from prl.models.experts.hierarchical import HierarchicalDispatch
@@ -189,12 +190,10 @@ def table(found: dict[tuple[int, bool], list[Sent]], tokens: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m prl.bench.expert_dispatch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=64, help="of each rank (default: 64)")
-    parser.add_argument("--nodes", type=int, nargs="*", default=[2, 4], help="of 8 processes (default: 2 4)")
-    parser.add_argument("--counted", type=int, nargs="*", default=[8], help="worked out alone (default: 8)")
+    parser = parser_of("expert_dispatch", __doc__)
+    parser.add_argument("--tokens", type=a_count, default=64, help="of each rank (default: 64)")
+    parser.add_argument("--nodes", type=a_count, nargs="*", default=[2, 4], help="of 8 processes (default: 2 4)")
+    parser.add_argument("--counted", type=a_count, nargs="*", default=[8], help="worked out alone (default: 8)")
     arguments = parser.parse_args()
     found = {(nodes, True): measure(nodes, arguments.tokens) for nodes in arguments.nodes}
     for (nodes, _), sent in found.items():

@@ -28,7 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from prl.bench.arguments import parser_of
 from prl.config import compose
+from prl.config.arguments import a_count, a_count_or_0, an_amount
 from prl.config.errors import UserError
 from prl.config.families import FAMILIES
 from prl.config.rules.parallelism import DEEPEP_CHOICES, DEEPEP_EXPERTS, DEEPEP_HIDDEN, DEEPEP_MULTIPLE
@@ -195,24 +197,22 @@ def card_of(model: str) -> ModelCard:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m prl.bench.experts", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("experts", __doc__)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL", help=f"default: {' '.join(MODELS)}")
     parser.add_argument(
-        "--ranks", type=int, default=torch.cuda.device_count() if on_gpu else 2, help="default: all GPUs"
+        "--ranks", type=a_count, default=torch.cuda.device_count() if on_gpu else 2, help="default: all GPUs"
     )
     parser.add_argument(
-        "--ep", type=int, default=0, help="as many experts a rank as with so many ranks (0: all there are)"
+        "--ep", type=a_count_or_0, default=0, help="as many experts a rank as with so many ranks (0: all there are)"
     )
-    parser.add_argument("--tokens", type=int, default=8192 if on_gpu else 64, help="of each rank (default: 8192)")
-    parser.add_argument("--repeats", type=int, default=5, help="after 3 that do not count (default: 5)")
-    parser.add_argument("--num-sms", type=int, default=20, help="multiprocessors of DeepEP's kernels (default: 20)")
-    parser.add_argument("--limit", type=float, default=150, help="seconds for each model (default: 150)")
+    parser.add_argument("--tokens", type=a_count, default=8192 if on_gpu else 64, help="of each rank (default: 8192)")
+    parser.add_argument("--repeats", type=a_count, default=5, help="after 3 that do not count (default: 5)")
+    parser.add_argument("--num-sms", type=a_count, default=20, help="multiprocessors of DeepEP's kernels (default: 20)")
+    parser.add_argument("--limit", type=an_amount, default=150, help="seconds for each model (default: 150)")
     arguments = parser.parse_args()
     arguments.device = "cuda" if on_gpu else "cpu"
-    if arguments.ranks < 1 or arguments.ep < 0 or (on_gpu and arguments.ranks > torch.cuda.device_count()):
+    if on_gpu and arguments.ranks > torch.cuda.device_count():
         parser.error(f"--ranks {arguments.ranks} --ep {arguments.ep}: a rank has a GPU of its own, where there are any")
     try:
         found = {model: Sizes.of(card_of(model), arguments.ranks, arguments.ep) for model in arguments.models}

@@ -18,13 +18,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prl.bench.arguments import json_place
 from prl.bench.fp8_losses import compare_losses
 from prl.bench.measurement import time_mean
 from prl.config import compose
@@ -257,13 +257,14 @@ def main() -> None:
     try:
         config = compose(overrides, "bench")
         assert config.bench is not None
+        place = json_place(config.bench.output_json)
         given = any(o.startswith("bench.steps=") for o in overrides)
         result = measure(config, config.bench.steps if given else LOSS_STEPS)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
-    if config.bench.output_json is not None:
-        Path(config.bench.output_json).write_text(json.dumps(result, indent=1) + "\n")
+    if place is not None:
+        place.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

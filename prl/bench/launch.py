@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from prl.bench.arguments import json_place
 from prl.bench.environment import describe_environment
 from prl.bench.report import print_report
 from prl.config.errors import UserError
@@ -45,6 +46,7 @@ def run(config: RunConfig, signals: StopSignals | None = None, own_job: bool = F
     """
     assert config.bench is not None
     target = config.bench.target
+    json_place(config.bench.output_json)  # before anything is measured
     config = config.model_copy(update={"output_dir": config.output_dir or _fresh_dir(config.name)})
     if target in ENTRIES:
         run_dir = _directory(config)
@@ -146,9 +148,9 @@ def _publish(config: RunConfig, result: dict[str, Any], run_dir: Path) -> None:
     }
     print_report(document)
     print(f"run         {run_dir}")
-    paths = [run_dir / RESULT, *([Path(bench.output_json).expanduser()] if bench.output_json else [])]
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for path in (run_dir / RESULT, json_place(bench.output_json)):
+        if path is None:
+            continue
         replace_file(path, json.dumps(document, indent=1) + "\n")
         print(f"json        {path}")
 

@@ -25,13 +25,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prl.bench.arguments import directory, parser_of
 from prl.bench.node_rows import Job, Row, rows_for
+from prl.config.arguments import a_count_or_0
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import read_object
 
 LIMIT_S: dict[Job, float] = {"experts": 300, "sft": 200, "bench": 400, "rl": 900}  # beyond it a row is given up
 LEAST_S: dict[Job, float] = {"experts": 40, "sft": 25, "bench": 60, "rl": 240}  # what one is taken to need
 MODULES: dict[Job, str] = {"experts": "prl.bench.experts", "sft": "prl.sft", "bench": "prl.bench", "rl": "prl.rl"}
+GPUS = 8  # of a node
 CLOSE = 1e-4  # of losses of layouts, relative
 LOOK_S = 0.1  # between looks at how far a run is
 HEAD = "| command | figures | forecast |\n|---|---|---|"
@@ -195,25 +198,28 @@ def table(rows: list[Row], found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m prl.bench.node", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("node", __doc__)
     parser.add_argument("directory", type=Path, help="what is measured stays there")
-    parser.add_argument("--gpus", type=int, default=0, help="of this machine (default: all that CUDA sees)")
+    parser.add_argument(
+        "--gpus", type=a_count_or_0, default=0, help=f"of this machine (default: all; none: --list takes {GPUS})"
+    )
     parser.add_argument("--only", default="", help="rows whose part or command has this text")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would not end by then")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin what ends by then")
     parser.add_argument("--again", action="store_true", help="also what failed before")
     parser.add_argument("--tiny", action="store_true", help="with tiny models")
     parser.add_argument("--list", action="store_true", help="show commands, run nothing")
     arguments = parser.parse_args()
-    rows = rows_for(arguments.gpus or _count_gpus(parser), arguments.tiny)
+    rows = rows_for(arguments.gpus or _count_gpus(parser, arguments.list), arguments.tiny)
     chosen = [row for row in rows if arguments.only in row.part or arguments.only in shown(row)]
     if not chosen:
         parser.error(f"--only {arguments.only}: no row has that")
     if arguments.list:
         print("\n".join(f"{row.part}: {shown(row)}" for row in chosen))
         return
-    arguments.directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory(str(arguments.directory))
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     sys.exit(0 if run_all(rows, chosen, arguments) else 1)
 
 
@@ -243,10 +249,12 @@ def run_all(rows: list[Row], chosen: list[Row], arguments: argparse.Namespace) -
     return well
 
 
-def _count_gpus(parser: argparse.ArgumentParser) -> int:
+def _count_gpus(parser: argparse.ArgumentParser, starts_nothing: bool) -> int:
     import torch
 
     if not torch.cuda.is_available():
+        if starts_nothing:
+            return GPUS
         parser.error("there are no GPUs here; --gpus 2 --tiny tries it on CPUs")
     return torch.cuda.device_count()
 

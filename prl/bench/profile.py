@@ -69,13 +69,17 @@ def _account_intervals(kernels: list[tuple[str, Interval]]) -> dict[str, Any]:
 
 
 def _account_operators(prof: profile) -> dict[str, Any]:
-    by_name = {event.key: [event.self_cpu_time_total] for event in prof.key_averages() if event.self_cpu_time_total > 0}
-    total = sum(times[0] for times in by_name.values())
+    by_name = {
+        event.key: [event.self_cpu_time_total / event.count] * event.count
+        for event in prof.key_averages()
+        if event.self_cpu_time_total > 0
+    }
+    total = sum(sum(times) for times in by_name.values())
     groups: dict[str, dict[str, float]] = {}
     for name, times in by_name.items():
         entry = groups.setdefault(group_of(name), {"share": 0.0, "exposed": 0.0})
-        entry["share"] += times[0] / total
-        entry["exposed"] += times[0] / total
+        entry["share"] += sum(times) / total
+        entry["exposed"] += sum(times) / total
     return _verdict(groups, 0.0, total * 1e-6, by_name)
 
 

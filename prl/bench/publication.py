@@ -10,16 +10,21 @@ seconds; each engine process looks at every byte that came. `--json` prints the 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
 
+from prl.bench.arguments import parser_of
+from prl.config.arguments import a_count
+from prl.config.errors import UserError
+
+EXPERTS = 128  # of a layer
 EVEN = 1.1  # the most that a rank sends over the least
 BUCKETS = 2.0  # the most that anybody holds
 
@@ -108,7 +113,7 @@ def measure(load: Load) -> dict[str, float]:
             processes.start(train, load, rank, table, holdings[rank])
         for number in range(len(engines)):
             processes.start(serve, load, number, table)
-        checked = {0, load.trainers // 2 + 1, load.trainers - 1}
+        checked = {0, min(load.trainers // 2 + 1, load.trainers - 1), load.trainers - 1}
         for rank in checked:
             processes.start(check_holdings, load, rank, model, config, holdings[rank])
         processes.tell(trainers, processes.hear(0))
@@ -124,6 +129,19 @@ def measure(load: Load) -> dict[str, float]:
         return {"version, MB": int(table.nbytes(table.whole()).sum()) / 1e6} | summary(load, of_trainers, of_engines)
     finally:
         processes.end()
+
+
+def cannot_be_laid_out(load: Load) -> str:
+    """Why `holdings_of` knows no such layout; empty where it does."""
+    if load.ep < 2 or EXPERTS % load.ep or load.trainers % load.ep:
+        return f"--ep {load.ep}: 2 or more, of which {EXPERTS} experts and {load.trainers} trainers are a multiple"
+    if odd := {size for size in SIZES.values() if size % load.shrink}:
+        return f"--shrink {load.shrink} does not divide {min(odd)}, one of the model's dimensions"
+    along = load.trainers // load.ep
+    for rows in (2 * SIZES["moe_intermediate_size"] // load.shrink, SIZES["hidden_size"] // load.shrink):
+        if rows % along:
+            return f"--trainers {load.trainers} --ep {load.ep}: {rows} rows of an expert are not cut into {along}"
+    return ""
 
 
 def summary(load: Load, of_trainers: list[dict[str, float]], of_engines: list[dict[str, float]]) -> dict[str, float]:
@@ -155,20 +173,27 @@ def check(figures: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m prl.bench.publication", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("publication", __doc__)
     for field in fields(Load):
         name, value = f"--{field.name.replace('_', '-')}", field.default
-        parser.add_argument(name, type=int, default=value, help=f"default: {value}")
+        parser.add_argument(name, type=a_count, default=value, help=f"default: {value}")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     said = vars(parser.parse_args())
-    as_json = said.pop("json")
-    figures = measure(Load(**said))
+    as_json, load = said.pop("json"), Load(**said)
+    if why := cannot_be_laid_out(load):
+        parser.error(why)
+    try:
+        figures = measure(load)
+    except UserError as error:  # of the model in that size
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
     print(
         json.dumps(figures) if as_json else "\n".join(f"{name:<42}{value:>12,.2f}" for name, value in figures.items())
     )
-    check(figures)
+    try:
+        check(figures)
+    except AssertionError as error:
+        sys.exit(f"a bound is broken: {error} (at most {EVEN:g} times the least, and {BUCKETS:g} buckets)")
 
 
 if __name__ == "__main__":

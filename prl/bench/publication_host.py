@@ -6,7 +6,6 @@ engine fetches, checks and puts together the whole.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import resource
@@ -17,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from prl.bench.arguments import parser_of
+from prl.config.arguments import a_count
 
 ROWS, COLUMNS = 4096, 4096
 GIB = 1 << 30
@@ -104,12 +106,10 @@ def measure(kind: str, mib: int, ranks: int, engines: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m prl.bench.publication_host", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("publication_host", __doc__)
     parser.add_argument("--transport", choices=["tcp", "shared_memory"], default="tcp", help="default: tcp")
     for name, value in {"mib": 2048, "ranks": 4, "engines": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
+        parser.add_argument(f"--{name}", type=a_count, default=value, help=f"default: {value}")
     said = parser.parse_args()
     for figure, amount in measure(said.transport, said.mib, said.ranks, said.engines).items():
         print(f"{figure:<50}{amount:>8.2f}")

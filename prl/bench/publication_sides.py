@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from prl.bench.publication import Load
+from prl.bench.publication import EXPERTS, Load
 from prl.config.schema import RunConfig
 from prl.inference.vllm.copies import Copies, Copy
 from prl.models.layers.decoder import Decoder
@@ -40,7 +40,6 @@ TIMEOUT_S = 600.0
 SAMPLE_S = 0.2
 CPU = torch.device("cpu")
 WIRE = torch.bfloat16
-EXPERTS = 128
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

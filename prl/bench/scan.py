@@ -7,14 +7,15 @@ once, at the rate at which it copies. On a CPU, which has the written-out form a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from prl.bench.arguments import parser_of
 from prl.bench.measurement import time_mean
+from prl.config.arguments import a_count
 from prl.models.state_space.scan import scan, written_out
 
 REPEATS = 3
@@ -76,8 +77,8 @@ def measure(tokens: int, sizes: Sizes, rate: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m prl.bench.scan", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("tokens", type=int, nargs="*", help="lengths of the document")
+    parser = parser_of("scan", (__doc__ or "").split("\n\n")[0])
+    parser.add_argument("tokens", type=a_count, nargs="*", help="lengths of the document")
     lengths = parser.parse_args().tokens
     sizes = ON_A_GPU if torch.cuda.is_available() else ON_A_CPU
     torch.manual_seed(0)

@@ -7,7 +7,6 @@ float32 and with 4 heads, 64 keys and latents of 32 and 16 numbers.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prl.bench.arguments import parser_of
 from prl.bench.measurement import time_mean
+from prl.config.arguments import a_count
 from prl.models.layers.packed_attention import packed_attention
 from prl.models.sparse.attention import sparse_attention
 from prl.models.sparse.choice import choose_keys
@@ -82,8 +83,8 @@ def measure(tokens: int, sizes: Sizes) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m prl.bench.sparse", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("tokens", type=int, nargs="*", help="lengths of the document")
+    parser = parser_of("sparse", (__doc__ or "").split("\n\n")[0])
+    parser.add_argument("tokens", type=a_count, nargs="*", help="lengths of the document")
     lengths = parser.parse_args().tokens
     sizes = ON_A_GPU if torch.cuda.is_available() else ON_A_CPU
     torch.manual_seed(0)

@@ -248,7 +248,8 @@ def _suggest(key: str, items: list[dict[str, Any]], job: str) -> str:
                 return f"{key}={default}"
             is_list = default is not None and default.startswith("[")
             return f"{key}=[{(close or options)[0]}]" if is_list else f"{key}={(close or options)[0]}"
-        if item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):  # one where a list is meant
+        one = len(items) == 1 and isinstance(item["input"], str | int | float)
+        if item["type"] == "tuple_type" and one:  # where a list is meant
             return f"{key}=[{as_override(item['input'])}]"
         if item["type"] in KINDS_OF_NODE and (group := _group_of(key)) is not None:
             choices = config_groups()[group]

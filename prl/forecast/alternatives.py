@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from prl.config.arguments import a_count, a_share
 from prl.config.composing import compose
 from prl.config.errors import UserError
 from prl.forecast.cost import NIC, NOTHING, NVLINK, Cost, total
@@ -151,8 +152,8 @@ def alternatives(hardware: Hardware, words: list[str], mean: int | None) -> Iter
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m prl.forecast.alternatives")
-    parser.add_argument("--completion-tokens", type=int)
-    parser.add_argument("--nic", type=float, default=1.0, help="share of its wire that a NIC reaches")
+    parser.add_argument("--completion-tokens", type=a_count)
+    parser.add_argument("--nic", type=a_share, default=1.0, help="share of its wire that a NIC reaches")
     arguments, words = parser.parse_known_args()
     hardware = load_hardware().scaled("nic", arguments.nic)
     try:

@@ -17,6 +17,7 @@ from importlib import resources
 
 import yaml
 
+from prl.config.arguments import a_count_or_0
 from prl.config.composing import compose
 from prl.config.schema import RunConfig
 from prl.forecast.hardware import Constants, Hardware, load_hardware
@@ -191,7 +192,7 @@ def summary(compared: Iterable[Compared]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m prl.forecast.validation")
     parser.add_argument("--fit", action="store_true", help="find the constants of the hardware card")
-    parser.add_argument("--draws", type=int, default=0, help="fit to so many other choices of rows")
+    parser.add_argument("--draws", type=a_count_or_0, default=0, help="fit to so many other choices of rows")
     hardware, arguments = load_hardware(), parser.parse_args()
     if arguments.fit:
         found = fit(hardware, [row for row in measured_rows() if row.fit])

@@ -86,8 +86,8 @@ class FilesystemPublisher:
                 f"the weights of version {version} could not be written: {error}",
                 where=str(self.dir),
                 why="weight_transport=filesystem needs room for the model there",
-                fix="free space, and the same command resumes (a run by itself: with its output_dir), or use "
-                "weight_transport=shared_memory",
+                fix="free space, and the same command resumes (a run by itself: with its output_dir); a run begun anew "
+                "may use weight_transport=shared_memory",
             ) from error
         if self.rank:
             return

@@ -50,7 +50,14 @@ def documents_are_longer_than_their_prompt(config: RunConfig, world: World) -> I
     bench = config.bench
     assert bench is not None
     shortest = bench.shortest
-    if bench.prompt_len >= shortest:
+    if shortest == 1:
+        yield UserError(
+            "Of a document of one token nothing is trained.",
+            where=f"bench.doc_len={bench.doc_len}, bench.lengths={bench.lengths}",
+            why="a document's first token follows from none",
+            fix="bench.doc_len=1024",
+        )
+    elif bench.prompt_len >= shortest:
         yield UserError(
             f"Of a document of {shortest} tokens nothing is left to train behind a prompt of {bench.prompt_len}.",
             where=f"bench.prompt_len={bench.prompt_len}, bench.doc_len={bench.doc_len}, bench.lengths={bench.lengths}",

@@ -50,6 +50,7 @@ def ep_fits_the_fsdp_island(config: RunConfig, world: World) -> Iterator[UserErr
                 ""
                 if config.deployment.type == "multi_node"
                 else ", or parallelism.dp_shard=auto deployment.num_train_gpus=auto"
+                + (" parallelism.dp_replicate=1" if config.parallelism.dp_replicate == "auto" else "")
             ),
         )
 
