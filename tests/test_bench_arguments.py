@@ -23,6 +23,8 @@ REFUSED = [
     ("expert_dispatch --nodes 0", "--nodes: '0' is no whole number from 1 on"),
     ("experts --ep -1", "--ep: '-1' is no whole number from 0 on"),
     ("node /proc/nowhere --gpus 2 --tiny", "nothing can be written to /proc/nowhere"),
+    ("packing --model nonsense", "do:    model=auto"),
+    ("packing --seq-len 0", "--seq-len: '0' is no whole number from 1 on"),
     ("publication --ep 3", "--ep 3: 2 or more, of which 128 experts and 64 trainers are a multiple"),
     ("publication --trainers 4 --ep 1", "--ep 1: 2 or more"),
     ("publication --shrink 128 --layers 1", "do:    model.card.head_dim=2"),

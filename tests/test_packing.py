@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prl.bench.packing import DRAWS, unevenness
 from prl.config.schema import ModelCard
 from prl.metrics.mfu import document_flops
 from prl.models.families.build import build_decoder
@@ -73,28 +74,14 @@ def test_laps_hold_every_document_once_and_take_no_longer_than_rows_dealt_by_tok
     assert pack_laps(lengths, seq_len, ranks, squared) == laps
 
 
-@pytest.mark.parametrize(
-    ("ranks", "scale", "spread", "count", "most"),
-    [(4, 9.0, 1.0, 64, 1.4), (16, 8.5, 1.5, 512, 1.25), (64, 8.5, 1.5, 2048, 1.2)],
-)
-def test_lognormal_documents_of_131k_are_balanced_by_work(ranks, scale, spread, count, most):
-    """A mixture of the size of Qwen3-30B-A3B. What is printed: a step's time over that with all ranks busy."""
+@pytest.mark.parametrize(("draw", "most"), list(zip(DRAWS, (1.4, 1.25, 1.2), strict=True)))
+def test_lognormal_documents_of_131k_are_balanced_by_work(draw, most):
+    """A mixture of the size of Qwen3-30B-A3B: a step's time over that with all ranks busy."""
     card = ModelCard(**{**CARD.model_dump(), "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
                         "num_key_value_heads": 4, "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,
                         "moe_intermediate_size": 768, "vocab_size": 151936})  # fmt: skip
-    seq_len, work, found = 131072, document_flops(card), []
-    for seed in range(5):
-        drawn = np.random.default_rng(seed).lognormal(scale, spread, count)
-        lengths = np.clip(drawn, 256, seq_len).astype(int).tolist()
-        costs = [work(n) for n in lengths]
-        rows = pack_rows(lengths, seq_len)
-        dealt = deal_rows([sum(lengths[i] for i in row) for row in rows], ranks)
-        by_tokens = [[rows[i] if i >= 0 else [] for i in lap] for lap in zip(*dealt, strict=True)]
-        laps = pack_laps(lengths, seq_len, ranks, work)
-        even = sum(costs) / ranks
-        found.append([laps_work(way, costs) / even for way in (by_tokens, laps)])
-    before, after = np.mean(found, axis=0)
-    print(f"{ranks} ranks, lognormal({scale}, {spread}): {before:.2f} by tokens, {after:.2f} by work")
+    work = document_flops(card)
+    before, after = np.mean([unevenness(draw, 131072, seed, work) for seed in range(5)], axis=0)
     assert after < most < before
 
 

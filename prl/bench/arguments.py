@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prl.config.errors import UserError
@@ -13,6 +16,16 @@ def parser_of(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Of `python -m prl.bench.<module>`, which the module's docstring describes."""
     kind = argparse.RawTextHelpFormatter
     return argparse.ArgumentParser(prog=f"python -m prl.bench.{module}", description=doc, formatter_class=kind)
+
+
+@contextmanager
+def user_errors_told() -> Iterator[None]:
+    """As entry points do: in words, and exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
 
 
 def directory(text: str) -> Path:

@@ -28,10 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from prl.bench.arguments import parser_of
+from prl.bench.arguments import parser_of, user_errors_told
 from prl.config import compose
 from prl.config.arguments import a_count, a_count_or_0, an_amount
-from prl.config.errors import UserError
 from prl.config.families import FAMILIES
 from prl.config.rules.parallelism import DEEPEP_CHOICES, DEEPEP_EXPERTS, DEEPEP_HIDDEN, DEEPEP_MULTIPLE
 from prl.config.schema import ModelCard
@@ -214,11 +213,8 @@ def main() -> None:
     arguments.device = "cuda" if on_gpu else "cpu"
     if on_gpu and arguments.ranks > torch.cuda.device_count():
         parser.error(f"--ranks {arguments.ranks} --ep {arguments.ep}: a rank has a GPU of its own, where there are any")
-    try:
+    with user_errors_told():
         found = {model: Sizes.of(card_of(model), arguments.ranks, arguments.ep) for model in arguments.models}
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        sys.exit(2)
     for model, sizes in found.items():
         if not sizes.choices or sizes.experts < max(arguments.ranks, sizes.choices) or sizes.experts % arguments.ranks:
             parser.error(f"{model}: {sizes.experts} experts cannot be spread over {arguments.ranks} ranks")

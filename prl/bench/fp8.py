@@ -24,11 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prl.bench.arguments import json_place
+from prl.bench.arguments import json_place, user_errors_told
 from prl.bench.fp8_losses import compare_losses
 from prl.bench.measurement import time_mean
 from prl.config import compose
-from prl.config.errors import UserError
 from prl.config.families import FAMILIES
 from prl.config.schema import ModelCard, RunConfig
 from prl.models.device import pick_device
@@ -254,15 +253,12 @@ def main() -> None:
     overrides = sys.argv[1:]
     if not any(o.startswith("model.fp8=") for o in overrides):
         overrides.append("model.fp8=deep_gemm")
-    try:
+    with user_errors_told():
         config = compose(overrides, "bench")
         assert config.bench is not None
         place = json_place(config.bench.output_json)
         given = any(o.startswith("bench.steps=") for o in overrides)
         result = measure(config, config.bench.steps if given else LOSS_STEPS)
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        sys.exit(2)
     if place is not None:
         place.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -20,9 +20,8 @@ from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
 
-from prl.bench.arguments import parser_of
+from prl.bench.arguments import parser_of, user_errors_told
 from prl.config.arguments import a_count
-from prl.config.errors import UserError
 
 EXPERTS = 128  # of a layer
 EVEN = 1.1  # the most that a rank sends over the least
@@ -182,11 +181,8 @@ def main() -> None:
     as_json, load = said.pop("json"), Load(**said)
     if why := cannot_be_laid_out(load):
         parser.error(why)
-    try:
+    with user_errors_told():  # of the model in that size
         figures = measure(load)
-    except UserError as error:  # of the model in that size
-        print(error.render(), file=sys.stderr)
-        sys.exit(2)
     print(
         json.dumps(figures) if as_json else "\n".join(f"{name:<42}{value:>12,.2f}" for name, value in figures.items())
     )
