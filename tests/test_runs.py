@@ -75,6 +75,7 @@ def test_the_same_seed_gives_the_same_run_bit_by_bit_also_over_sigkill_and_resum
     done = run(args, tmp_path)
     assert done.code == 0, done.output
     assert "resuming from the checkpoint of step 4" in done.output
+    assert "from the first row of metrics to the last, and what lay between 2 attempts" in done.output
     for role in ("orchestrator", "trainer.0"):
         assert series(tmp_path / "d", role) == series(sync_run, role)  # no gap, no double step
 
