@@ -12,6 +12,7 @@ from launch.slurm_queue import QueuedJob, how_jobs_ended, queued_jobs
 from launch.sweep_file import job_of_points, refused_points
 from prl.config.console import one_line
 from prl.config.errors import UserError
+from prl.runtime.directory.ledger import last_failure
 from prl.runtime.directory.status_file import FINAL_STATES, read_status, status_path
 from prl.runtime.people.faults import MISSING, NOT_STARTED, PLAN, UNREADABLE, find_faults
 from prl.runtime.process.failures import log_tail
@@ -48,7 +49,8 @@ def points_without_word(sweep_dir: Path, sweep: dict[str, Any]) -> dict[str, tup
             gone[name] = job
         elif not has_begun:
             has_plan = os.path.lexists(sweep_dir / name / PLAN)
-            found[name] = (NOT_STARTED, "") if has_plan else (MISSING, f"there is no {name}/{PLAN}")
+            refusal = last_failure(sweep_dir / name)  # of an attempt that was over before it began
+            found[name] = (NOT_STARTED, refusal) if has_plan else (MISSING, f"there is no {name}/{PLAN}")
     ends = why_gone(sweep_dir, gone.values())
     found |= {name: (MISSING, ends[job]) for name, job in gone.items()}
     for name in [name for name, (state, _) in found.items() if state in (MISSING, NOT_STARTED)]:

@@ -25,6 +25,7 @@ from launch.submitit_keys import refuse_contradictions
 from launch.submitting import SUBMIT_LOCK, adopt
 from launch.sweep_file import read_sweep, record_points, where_they_are
 from launch.waiting import outcome, queued_points, refuse_without_objective, urls_when_serving, wait_for
+from prl.config.branching import check_start
 from prl.config.console import one_line
 from prl.config.errors import ConfigError, PointFailedError, UserError
 from prl.planning.planner import make_plan
@@ -95,7 +96,9 @@ def launch_alone(session: Session, overrides: tuple[str, ...], config: RunConfig
         check_directory(Path(config.output_dir), "output_dir", "output_dir=outputs/mine")
     path = make_unique(config.name) if config.output_dir is None else Path(config.output_dir).expanduser().absolute()
     try:
-        point = Point(overrides, make_plan(config.model_copy(update={"output_dir": str(path)})))
+        config = config.model_copy(update={"output_dir": str(path)})
+        check_start(config)
+        point = Point(overrides, make_plan(config))
         refuse_impossible([point], settings, on_slurm)
         with telling_places(path):
             refuse_foreign(path, point.plan)

@@ -42,11 +42,16 @@ class Session:
 
     def configs_of(self, batch: Sequence[tuple[str, ...]], sweep_dir: Path) -> list[RunConfig]:
         """The points of these overrides, each with its directory. Raises ConfigError for what was not composed before
-        (by a sweeper that makes up its points) and is wrong.
+        (by a sweeper that makes up its points) and is wrong, and for points that lack what they are to begin with.
         """
+        from prl.config.branching import check_start  # pydantic: completion does without it
+
         new = [list(lines) for lines in batch if point_key(lines) not in self.points]
         self.points |= zip(map(point_key, new), resolve_points(new, self.config_name, self.swept), strict=True)
-        return [self._placed(self.points[point_key(lines)], lines, sweep_dir) for lines in batch]
+        placed = [self._placed(self.points[point_key(lines)], lines, sweep_dir) for lines in batch]
+        for config in placed:
+            check_start(config)
+        return placed
 
     def _placed(self, config: RunConfig, overrides: tuple[str, ...], sweep_dir: Path) -> RunConfig:
         from prl.config.point import point_label  # pydantic, as above

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from launch.points import Point
 from launch.settings import LauncherSettings
 from prl.config.errors import ConfigError, UserError
-from prl.config.rules.external import asked_servers, on_loopback
+from prl.config.loopback import on_loopback
+from prl.config.rules.external import asked_servers
 from prl.config.schema import SlurmConfig
 
 

@@ -17,6 +17,7 @@ from prl.config.errors import UTF8, UserError, is_unread
 from prl.config.place_names import a_path
 from prl.metrics.held_out import lost_in
 from prl.runtime.agent import read_attempts, read_plan
+from prl.runtime.branching import told_origin
 from prl.runtime.directory.files import find_directories, parse_object, refuse_unreadable
 from prl.runtime.directory.ledger import summarise_failures
 from prl.runtime.directory.rundir import is_locked
@@ -211,7 +212,7 @@ def _lines_of_run(run_dir: Path, state: str, told: str) -> list[str]:
         f"{run_dir}: {state}, step {status['step']}/{status['max_steps']}",
         f"point {status['point_id']}, job {status['job']}, attempt {status['attempt']}, updated {_ago(status)}",
     ]
-    lines += filter(None, [doing_of(run_dir, status, state)])
+    lines += filter(None, [told_origin(run_dir), doing_of(run_dir, status, state)])
     if state == "running":
         lines += [f"serves at {url}" for url in status["urls"]]
     own_state = true_state(run_dir, status)

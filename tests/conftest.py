@@ -27,6 +27,10 @@ def pytest_configure_node(node):
     node.workerinput["markexpr"] = node.config.option.markexpr
 
 
+def pytest_collection_modifyitems(items):
+    tiers.longest_first(items)
+
+
 @pytest.fixture
 def world():
     """Of one rank, in this process, on its CPU: what a trainer joins."""

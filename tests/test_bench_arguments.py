@@ -12,16 +12,23 @@ from prl.config.errors import UserError
 
 REFUSED = [
     ("attention --heads 0", "--heads: '0' is no whole number from 1 on"),
+    ("attention 64 --heads 3 --kv-heads 2", "--heads 3 --kv-heads 2: as many heads share each"),
     ("attention -- -5", "tokens: '-5' is no whole number"),
     ("checkpoint --device cuda", "GPUs are seen here"),
-    ("checkpoint --gib -1", "--gib: '-1' is no number above 0"),
-    ("checkpoint --gib nan", "--gib: 'nan' is no number above 0"),
+    ("checkpoint --gib -1", "--gib: '-1' is no finite number above 0"),
+    ("checkpoint --gib nan", "--gib: 'nan' is no finite number above 0"),
+    ("checkpoint --gib inf", "--gib: 'inf' is no finite number above 0"),
+    ("checkpoint --gib 1e6", "--gib 1e+06: takes 1,000,000.0 GiB or more, and"),
     ("checkpoint --ranks 0", "--ranks: '0' is no whole number from 1 on"),
     ("checkpoint /proc/nowhere", "nothing can be written to /proc/nowhere"),
     ("control_plane --in-flight 0", "--in-flight: '0' is no whole number from 1 on"),
+    ("control_plane --seq-len 100", "--seq-len 100: a rollout has 32768 tokens"),
+    ("control_plane --turns 100 --completion 64", "--turns 100 --completion 64: a turn has two tokens or more"),
     ("control_plane --trainers 1.5", "--trainers: '1.5' is no whole number from 1 on"),
     ("expert_dispatch --nodes 0", "--nodes: '0' is no whole number from 1 on"),
+    ("expert_dispatch --nodes --counted", "--nodes and --counted: one of them names a number of nodes"),
     ("experts --ep -1", "--ep: '-1' is no whole number from 0 on"),
+    ("node x --gpus 0", "--gpus: '0' is no whole number from 1 on"),
     ("node /proc/nowhere --gpus 2 --tiny", "nothing can be written to /proc/nowhere"),
     ("packing --model nonsense", "do:    model=auto"),
     ("packing --seq-len 0", "--seq-len: '0' is no whole number from 1 on"),
@@ -30,7 +37,10 @@ REFUSED = [
     ("publication --shrink 128 --layers 1", "do:    model.card.head_dim=2"),
     ("publication --shrink 7", "--shrink 7 does not divide 128, one of the model's dimensions"),
     ("publication --trainers 10 --ep 2", "96 rows of an expert are not cut into 5"),
+    ("publication_gpus --model nonsense --device cpu", "do:    model=auto"),
+    ("publication_gpus --versions 1", "--versions: 2 or more, for the first is not like the others"),
     ("publication_host --mib 0", "--mib: '0' is no whole number from 1 on"),
+    ("publication_host --mib 100000000", "--mib 100000000 --engines 2: takes"),
     ("scan 0", "tokens: '0' is no whole number from 1 on"),
     ("sparse x", "tokens: 'x' is no whole number from 1 on"),
 ]
@@ -46,6 +56,15 @@ def test_what_cannot_be_measured_is_refused_at_once(command, told, monkeypatch, 
     assert ended.value.code == 2
     assert told in capsys.readouterr().err.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("module", ["fp8", "router_replay"])
+def test_those_that_take_overrides_say_so_too(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"prl.bench.{module}").main()
+    assert ended.value.code == 0
+    assert f"python -m prl.bench.{module} model" in capsys.readouterr().out
 
 
 def test_a_nodes_commands_are_listed_where_there_are_no_gpus(monkeypatch, capsys, tmp_path):

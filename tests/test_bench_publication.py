@@ -55,6 +55,13 @@ def test_two_trainers():
     check(figures)
 
 
+@pytest.mark.parametrize("ways", [1, 2])
+def test_a_models_weights_from_one_device_to_another(ways: int) -> None:
+    command = [sys.executable, "-m", "prl.bench.publication_gpus", "--device=cpu", "--model=tiny_qwen3_moe"]
+    done = subprocess.run([*command, f"--tp={ways}"], capture_output=True, check=True, text=True)
+    assert "seconds, median of the others" in done.stdout
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_no_rank_has_more_than_its_part_in_host_memory(transport: str) -> None:
     command = [sys.executable, "-m", "prl.bench.publication_host", f"--transport={transport}", "--mib=512", "--ranks=4"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,18 +64,19 @@ def my_configs(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def plan_of_a_run() -> str:
-    return plan_to_json(make_plan(compose([])))
+def plan_of_a_run() -> Callable[[str], str]:
+    """By its job."""
+    return functools.cache(lambda job: plan_to_json(make_plan(compose([], job))))
 
 
 @pytest.mark.parametrize("command", CASES)
 def test_a_documented_command_is_taken(
-    command: str, my_configs: Path, plan_of_a_run: str, monkeypatch: pytest.MonkeyPatch
+    command: str, my_configs: Path, plan_of_a_run: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, *words = CASES[command]
-    if "eval.run=outputs/RUN" in words:
-        (my_configs / "outputs/RUN").mkdir(parents=True)
-        (my_configs / "outputs/RUN/plan.json").write_text(plan_of_a_run)
+    if {"eval.run=outputs/RUN", "ckpt.from_run=outputs/RUN"} & {*words}:
+        (my_configs / "outputs/RUN/checkpoints/step_100").mkdir(parents=True)
+        (my_configs / "outputs/RUN/plan.json").write_text(plan_of_a_run("sft" if JOBS[job] == "sft" else "rl"))
         monkeypatch.chdir(my_configs)
     if "--config-dir" in words or any(word.startswith("hydra.searchpath=") for word in words):
         use_directories(str(my_configs), [])

@@ -265,6 +265,11 @@ def test_alternatives_refuse_as_a_forecast_does() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_that_has_no_alternative_is_told_so() -> None:
+    done = subprocess.run([sys.executable, "-m", "prl.forecast.alternatives"], capture_output=True, text=True)
+    assert (done.returncode, "Nothing to compare" in done.stdout) == (0, True), done.stderr
+
+
 # --- what single keys change ------------------------------------------------------------------------------------------
 
 NODES = ["warm_start=none", "deployment=multi_node", "deployment.num_train_nodes=2", "deployment.num_infer_nodes=1",

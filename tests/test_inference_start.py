@@ -14,6 +14,7 @@ from inference_server import LIMIT_S, running_server
 from runs import environment
 from weight_updates import published, update, weights
 
+from prl.config import compose
 from prl.config.errors import UserError
 from prl.inference import server
 from prl.inference.isolation import MAX_FAILED_STEPS
@@ -49,10 +50,21 @@ def test_health_is_503_while_loading_and_other_routes_wait(cache_dir, monkeypatc
 
 def test_what_an_engine_never_uses_is_not_imported(cache_dir) -> None:
     """Transformers take 0.6 s, torch's compiler with sympy 0.4 s, and sharded tensors more."""
+    random_checkpoint(compose(["warm_start=none"]).model, cache_dir)  # made once, by transformers
     code = (
         "import sys; from prl.config import compose; from prl.inference.server import load_engine\n"
         f"load_engine(compose(['warm_start=none', 'cache_dir={cache_dir}']), None)\n"
         "print([name for name in ('sympy', 'torch.distributed.tensor', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_trainer_that_serves_nothing_imports_no_web_server() -> None:
+    """It takes 0.25 s."""
+    code = (
+        "import sys, prl.trainer.loops.rl_loop, prl.trainer.loops.sft_loop\n"
+        "print([name for name in ('aiohttp', 'transformers', 'wandb', 'vllm') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
@@ -74,8 +86,6 @@ def test_an_engine_that_dies_fails_its_requests_and_ends_the_server_with_the_cau
 
 
 def test_a_checkpoint_of_another_shape_is_a_user_error(cache_dir) -> None:
-    from prl.config import compose
-
     small = compose(["model.card.hidden_size=64", f"cache_dir={cache_dir}"], config_name="inference").model
     path = random_checkpoint(small, cache_dir)
     with pytest.raises(UserError, match="hidden_size"):  # of what a warm start left; model.path planning has looked at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from prl.config.cards import card_to_hf_config
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import RunConfig
 from prl.inference.vllm import launch, versions
-from prl.inference.vllm.causes import first_error, refused
+from prl.inference.vllm.causes import Asked, first_error, refused, root_cause
 from prl.planning.commands import render_commands
 from prl.planning.planner import make_plan
 from prl.planning.vllm_arguments import cpu_environment, kv_cache_bytes, server_arguments, to_argv
@@ -94,6 +95,25 @@ def test_the_root_cause_is_the_first_error_that_the_engine_has_logged() -> None:
         logged = "(Worker pid=8) ERROR 11-22 21:46:23 [multiproc_executor.py:1063] "
         assert first_error(told.format(line.format(logged))) == cause
     assert first_error("vLLM 0.32\n") is None
+
+
+def test_a_worker_is_heard_that_failed_before_the_engine_answered_for_the_last_time(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As on a busy machine: the engine waits for one worker's step only when it has begun the next."""
+
+    def say(who: str, what: str) -> None:
+        os.write(2, f"({who}) ERROR 11-22 21:46:23 [x.py:1063] {what}\n".encode())
+
+    say("Worker pid=8", "ValueError: of a request, long ago")
+    asked = Asked()
+    for _ in range(20):
+        asked.again()
+    say("Worker pid=8", "ArithmeticError: this is it")
+    for _ in range(2):
+        asked.again()
+    say("EngineCore pid=7", "RuntimeError: Worker failed with error")
+    assert root_cause(asked.in_health) == ("ArithmeticError", "this is it")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from launch.launching import why_it_does_not_serve
 from launch.slurm import reasons_of
 from launch.sweep_file import read_sweep, refused_points
 from prl.compare.targets import read_targets
+from prl.runtime.directory.ledger import record_failure
 from prl.status import render
 from prl.watch.store import Store
 
@@ -103,6 +104,10 @@ def test_points_that_were_only_planned_or_refused_say_so(tmp_path, cluster):
     (tmp_path / "s/a").mkdir(exist_ok=True)
     (tmp_path / "s/a/plan.json").write_text('{"config": {}}')
     assert ends.points_without_word(tmp_path / "s", read_sweep(tmp_path / "s"))["a"] == ("not started", "")
+    failed = {"attempt": 1, "node": "n", "job": None, "requeued": False}
+    for point, message in (("a", "was refused\n  where: there"), ("b", "another's")):
+        record_failure(tmp_path / "s" / point, kind="config", message=message, **failed)
+    assert row_of(render(tmp_path / "s")[0], "a").endswith("config: was refused")
     assert row_of(render(tmp_path / "s")[0], "b").endswith("no such partition")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ SCRIPT = {"orchestrator": {"step_s": 0.1}, "trainer/0": {"step_s": 0.1}}
 @pytest.mark.slow
 def test_all_of_a_run_is_in_one_wandb_run_also_after_a_resume(tmp_path: Path) -> None:
     overrides = ("logging.wandb.mode=offline", "max_steps=30")
+    before = set(Path(tempfile.gettempdir()).glob("*wandb-*"))
     slow = {name: {"step_s": 0.1, "stay_at": 12} for name in SCRIPT}  # the mirror takes seconds to come up
     root = Root(tmp_path / "run", *overrides, script=slow)
     try:
@@ -36,6 +38,8 @@ def test_all_of_a_run_is_in_one_wandb_run_also_after_a_resume(tmp_path: Path) ->
         again.end()
     files = find_files(tmp_path / "run" / "wandb")
     assert len(files) == 2
+    assert set(Path(tempfile.gettempdir()).glob("*wandb-*")) == before, "directories of wandb's are left"
+    assert not (tmp_path / "run" / "wandb" / "tmp").exists()
     (mirrored,) = read_files(files)
     rewards = [row["step"] for row in mirrored.history if "orchestrator/reward" in row]
     assert rewards == list(range(1, 31))

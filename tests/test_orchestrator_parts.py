@@ -405,6 +405,13 @@ def test_a_stop_leaves_the_last_version_to_the_run_that_resumes_and_holds_nothin
     assert (resumed.follows(2), resumed.follows(4)) == (False, True)
 
 
+def test_a_run_that_goes_on_from_another_evaluates_what_it_begins_with():
+    for at_start in (True, False):
+        due = due_of(interval=10, at_start=at_start)
+        due.resume(set(), first=7)
+        assert [due.follows(version) for version in (0, 7, 8, 10)] == [False, at_start, False, True]
+
+
 def test_the_end_is_evaluated_once():
     due = due_of()
     assert (due.follows_at_end(4), due.follows_at_end(5)) == (False, True), "4 is due anyway"

@@ -9,8 +9,8 @@ import pytest
 from runs import SMALL, run
 
 from prl.config import ConfigError, compose
+from prl.config.place_names import as_file_name, is_file_name
 from prl.config.rules import violations
-from prl.config.rules.names import as_file_name, is_file_name
 from prl.models.checkpoints.sources import random_checkpoint
 
 NAMES = ("../../evil", "a/b", "/tmp/evil", "..", ".", "-rf", ".hidden", "a" * 200, "x\\\\y")

@@ -143,7 +143,7 @@ def test_the_parts_that_are_copied_are_enough(vllm_ranks: None, tmp_path: Path, 
         holdings = shards(table, 3, by_columns=False)
         schedule = Schedule.of(table, holdings, BUCKET)
         (incoming,), (got,) = send(schedule, holdings, named, [wanted], verify=True)
-        loader.wants.repeat_parts(incoming.parts(number, data) for number, data in enumerate(got))
+        loader.wants.repeat_rounds(zip(incoming.rounds, got, strict=True))
         expected, _ = make()
         expected.load_weights(iter(named))
         assert_same(served, expected)

@@ -83,7 +83,13 @@ class Strict(LogitsProcessor):
 def test_an_engine_that_dies_of_a_request_says_of_what(tmp_path: Path) -> None:
     """Of a user's processor of logits, which fails at the first token that is sampled."""
     (tmp_path / "strict.py").write_text(STRICT)
-    args = [*SMALL, "inference=vllm", "inference.vllm.logits_processors=[strict:Strict]", f"output_dir={tmp_path}/run"]
+    args = [
+        *SMALL,
+        "inference=vllm",
+        "inference.vllm.logits_processors=[strict:Strict]",
+        "algo=sync",
+    ]  # where none is started again
+    args.append(f"output_dir={tmp_path}/run")
     ended = run(args, tmp_path, timeout_s=250, env={**environment(), "PYTHONPATH": str(tmp_path)})
     failure = json.loads((tmp_path / "run/status.json").read_text())["failure"]
     assert ended.code == 1, ended.output

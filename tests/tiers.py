@@ -15,6 +15,18 @@ TIERS = {  # marker -> what is in it; figures of a 2-core virtual machine
 }
 FIRST = "(not slow or smoke) and not " + " and not ".join(marker for marker in TIERS if marker != "slow")
 CORES = 4  # processes share the memory, too
+# files of whole runs that take minutes, begun first (--no-loadscope-reorder): no process of pytest ends with one alone
+LONGEST = (
+    "test_families_parallel",
+    "test_runs",
+    "test_families_runs",
+    "test_bench",
+    "test_parallel_equality",
+    "test_local_sweep",
+    "test_distillation",
+    "test_transport_nccl",
+    "test_runtime_tree",
+)
 
 
 def choose(config: pytest.Config) -> None:
@@ -37,6 +49,11 @@ def share_cores(config: pytest.Config) -> None:
     """
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 def tell(config: pytest.Config, reporter: pytest.TerminalReporter) -> None:

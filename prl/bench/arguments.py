@@ -10,12 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prl.config.errors import UserError
+from prl.runtime.process.free_memory import available_bytes
+
+GIB = 1 << 30
 
 
 def parser_of(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Of `python -m prl.bench.<module>`, which the module's docstring describes."""
     kind = argparse.RawTextHelpFormatter
     return argparse.ArgumentParser(prog=f"python -m prl.bench.{module}", description=doc, formatter_class=kind)
+
+
+def overrides_of(doc: str | None) -> list[str]:
+    """The command line of a benchmark that takes overrides. Leaves with its docstring where help is asked for."""
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        print(doc)
+        sys.exit(0)
+    return words
 
 
 @contextmanager
@@ -26,6 +38,17 @@ def user_errors_told() -> Iterator[None]:
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
+
+
+def refuse_beyond_memory(parser: argparse.ArgumentParser, said: str, gib: float) -> None:
+    """Leave where this machine has not as much memory.
+
+    Args:
+        said: on the command line, what asks for so much.
+    """
+    free = available_bytes()
+    if free is not None and gib > free / GIB:
+        parser.error(f"{said}: takes {gib:,.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free here")
 
 
 def directory(text: str) -> Path:

@@ -105,6 +105,8 @@ def main() -> None:
     widths = [128, 128] if on_gpu else [32, 32]
     parser.add_argument("--widths", type=a_count, nargs=2, default=widths, help="of a head's keys and values")
     asked = parser.parse_args()
+    if asked.heads % asked.kv_heads:
+        parser.error(f"--heads {asked.heads} --kv-heads {asked.kv_heads}: as many heads share each of keys and values")
     sizes = Sizes(asked.heads, asked.kv_heads, *asked.widths)
     device = torch.device("cuda" if on_gpu else "cpu")
     print(f"{sizes}: milliseconds, and TFLOP/s of a causal document's products (backward as {BACKWARD} times forward)")

@@ -13,7 +13,6 @@ prl           what trainers do (prl.trainer.checkpoint)
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -32,7 +31,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from prl.bench.arguments import directory, parser_of
+from prl.bench.arguments import directory, parser_of, refuse_beyond_memory, user_errors_told
+from prl.bench.processes import Processes
 from prl.config.arguments import a_count, an_amount
 
 GIB = 1 << 30
@@ -202,42 +202,35 @@ def memory_of(pid: int) -> int:
 
 
 def measure(variant: str, said: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """Of each save, of each rank what `train` sends; "memory": most bytes beyond those of the model alone."""
-    context = multiprocessing.get_context("spawn")
-    results = []
-    with tempfile.TemporaryDirectory(dir=said.directory) as made:
+    """Of each save, of each rank what `train` sends; "memory": most bytes beyond those of the model alone.
+
+    Raises UserError when a rank has died.
+    """
+    results, ranks = [], range(said.ranks)
+    with tempfile.TemporaryDirectory(dir=said.directory) as made, Processes("spawn", daemon=False) as processes:
         directory = Path(made)
-        ranks = []
-        for rank in range(said.ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=train, args=(rank, variant, said, directory, theirs))
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
-        pipes = [pipe for _, pipe in ranks]
-        for pipe in pipes:
-            pipe.recv()
-        pids = [int(process.pid or 0) for process, _ in ranks]
+        for rank in ranks:
+            processes.start(f"rank {rank}", train, rank, variant, said, directory)
+        for rank in ranks:
+            processes.hear(rank)
+        pids = [int(process.pid or 0) for process in processes.started]
         before = sum(map(memory_of, pids))
-        for pipe in pipes:
-            pipe.send("go on")
-        for pipe in pipes:
-            pipe.recv()
+        processes.tell(ranks, "go on")
+        for rank in ranks:
+            processes.hear(rank)
         for _ in range(said.saves):
-            for pipe in pipes:
-                pipe.send("go on")
+            processes.tell(ranks, "go on")
             most = 0
-            while len(wait(pipes, WATCH_S)) < len(pipes):
+            while len(wait(processes.pipes, WATCH_S)) < said.ranks:
+                processes.check()
                 most = max(most, sum(map(memory_of, pids)) - before)
-            results.append([pipe.recv() | {"memory": most} for pipe in pipes])
+            results.append([processes.hear(rank) | {"memory": most} for rank in ranks])
             for path in directory.glob("[1-9]*"):
                 shutil.rmtree(path)
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
-        for process, pipe in ranks:
-            pipe.send("end")
-            pipe.recv()
-            process.kill()
-            process.join()
+        processes.tell(ranks, "end")
+        for rank in ranks:
+            processes.hear(rank)
     return results
 
 
@@ -281,10 +274,14 @@ def main() -> None:
     said = parser.parse_args()
     if said.device == "cuda" and said.ranks > torch.cuda.device_count():
         parser.error(f"--device cuda --ranks {said.ranks}: {torch.cuda.device_count()} GPUs are seen here")
+    if said.device == "cpu":
+        refuse_beyond_memory(parser, f"--gib {said.gib:g}", said.gib)
     print(f"{said.ranks} ranks, {said.gib:g} GiB, of which each has {said.gib / said.ranks:.2f}")
     print("".join(f"{title:>12}" for title in HEAD))
     for variant in said.variants:
-        for number, results in enumerate(measure(variant, said), 1):
+        with user_errors_told():
+            measured = measure(variant, said)
+        for number, results in enumerate(measured, 1):
             row = [f"{variant} {number}", *row_of(results, said.gib)]
             print("".join(f"{figure:>12}" for figure in row), flush=True)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import multiprocessing
 import resource
 import socket
 import time
@@ -21,7 +20,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from prl.bench.arguments import parser_of
+from prl.bench.arguments import parser_of, user_errors_told
+from prl.bench.processes import Processes
 from prl.config.arguments import a_count
 from prl.config.schema import InferenceConfig, SamplingConfig
 from prl.orchestrator.batching import EncodedStep, encode_step, release
@@ -110,7 +110,7 @@ def serve_engine(load: Load, port: Connection) -> None:
 # --- trainers ---------------------------------------------------------------------------------------------------------
 
 
-def train(load: Load, rank: int, port: int) -> None:
+def train(load: Load, rank: int, port: int, _: Connection) -> None:
     """A process: fetches the batches of one data rank, and looks at each."""
     client = BatchClient(f"http://127.0.0.1:{port}", KEY, lambda: None)
     for step in range(1, load.steps + 1):
@@ -191,30 +191,31 @@ class Plane:
         return StepGroups(step, [Group(step, "made_up", len(done), list(done))])
 
 
-async def carry(load: Load, engine_ports: list[int], listener: socket.socket) -> dict[str, float]:
-    urls = [f"http://127.0.0.1:{port}" for port in engine_ports]
+async def carry(load: Load, processes: Processes, engine_ports: list[int]) -> dict[str, float]:
+    urls, listener = [f"http://127.0.0.1:{port}" for port in engine_ports], socket.create_server(("127.0.0.1", 0))
     config = InferenceConfig(return_routed_experts=True, max_model_len=load.longest + 1)
     pool, watch = EnginePool(urls, config, RunKeys(generate=KEY, control=KEY)), LoopWatch()
     plane = Plane(load, pool)
     server = await start_server(plane, listener, KEY)  # type: ignore[arg-type]
-    context = multiprocessing.get_context("spawn")
     port = listener.getsockname()[1]
-    trainers = [context.Process(target=train, args=(load, rank, port), daemon=True) for rank in range(load.trainers)]
-    for trainer in trainers:
-        trainer.start()
+    trainers = [
+        processes.started[processes.start(f"trainer {rank}", train, load, rank, port)] for rank in range(load.trainers)
+    ]
     await plane.rollout("warm")  # connections
     gc.freeze()  # as in every role of a run, whose collector leaves out what was imported
     watching = asyncio.create_task(watch.follow())
     before, started_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    tokens = await plane.feed()
-    while any(trainer.is_alive() for trainer in trainers):
+    feeding = asyncio.create_task(plane.feed())
+    while not feeding.done() or any(trainer.is_alive() for trainer in trainers):
+        processes.check()
         await asyncio.sleep(0.005)
+    tokens = feeding.result()
     seconds, after = time.perf_counter() - started_s, resource.getrusage(resource.RUSAGE_SELF)
     watching.cancel()
     late_s, busy_s = watch.take()
     await server.cleanup()
     await pool.close()
-    assert all(trainer.exitcode == 0 for trainer in trainers)
+    processes.check()
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {
         "trained tokens/s": tokens / seconds,
@@ -227,20 +228,10 @@ async def carry(load: Load, engine_ports: list[int], listener: socket.socket) ->
 
 
 def measure(load: Load) -> dict[str, float]:
-    """Start all processes, carry all steps, end them."""
-    context = multiprocessing.get_context("spawn")
-    ports, engines = [], []
-    for _ in range(load.engines):
-        ours, theirs = context.Pipe()
-        engine = context.Process(target=serve_engine, args=(load, theirs), daemon=True)
-        engine.start()
-        engines.append(engine)
-        ports.append(ours)
-    try:
-        return asyncio.run(carry(load, [port.recv() for port in ports], socket.create_server(("127.0.0.1", 0))))
-    finally:
-        for engine in engines:
-            engine.kill()
+    """Start all processes, carry all steps, end them. Raises UserError when one has died."""
+    with Processes("spawn") as processes:
+        engines = [processes.start(f"engine {number}", serve_engine, load) for number in range(load.engines)]
+        return asyncio.run(carry(load, processes, [processes.hear(index) for index in engines]))
 
 
 def main() -> None:
@@ -252,7 +243,13 @@ def main() -> None:
     for name, value in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=a_count, default=value, help=f"default: {value}")
     parser.add_argument("--json", action="store_true", help="engines answer as JSON, for comparison")
-    result = measure(Load(**vars(parser.parse_args())))
+    load = Load(**vars(parser.parse_args()))
+    if load.completion < 2 * load.turns:
+        parser.error(f"--turns {load.turns} --completion {load.completion}: a turn has two tokens or more")
+    if load.longest > load.seq_len:
+        parser.error(f"--seq-len {load.seq_len}: a rollout has {load.longest} tokens (--prompt and --completion)")
+    with user_errors_told():
+        result = measure(load)
     for figure, amount in result.items():
         print(f"{figure:<42}{amount:>14,.2f}")
 

@@ -11,7 +11,6 @@ processes for are worked out so. Times are arithmetic.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from prl.bench.arguments import parser_of
+from prl.bench.arguments import parser_of, user_errors_told
+from prl.bench.processes import Processes
 from prl.config.arguments import a_count
 from prl.models.experts.all_to_all import AllToAllDispatch, reached
 from prl.models.experts.dispatch import ExpertWork
@@ -140,21 +140,15 @@ def serve_rank(store: str, rank: int, nodes: int, tokens: int, port: Connection)
 
 
 def measure(nodes: int, tokens: int) -> list[Sent]:
-    """Of all ranks together, for each of CASES."""
+    """Of all ranks together, for each of CASES. Raises UserError when a process has died."""
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")  # nobody imports torch anew
-    with tempfile.TemporaryDirectory() as directory:
-        ports, ranks = [], []
-        for rank in range(nodes * NODE):
-            ours, theirs = context.Pipe()
-            store = str(Path(directory) / "store")
-            ranks.append(context.Process(target=serve_rank, args=(store, rank, nodes, tokens, theirs), daemon=True))
-            ranks[-1].start()
-            theirs.close()
-            ports.append(ours)
-        told = [port.recv() for port in ports]
-        for one in ranks:
-            one.join()
+    with tempfile.TemporaryDirectory() as directory, Processes("fork") as processes:  # nobody imports torch anew
+        store, ranks = str(Path(directory) / "store"), range(nodes * NODE)
+        for rank in ranks:
+            processes.start(f"rank {rank}", serve_rank, store, rank, nodes, tokens)
+        told = [processes.hear(rank) for rank in ranks]
+        for rank in ranks:
+            processes.started[rank].join()
     return [sum(sent, Sent()) for sent in zip(*told, strict=True)]
 
 
@@ -195,7 +189,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=a_count, nargs="*", default=[2, 4], help="of 8 processes (default: 2 4)")
     parser.add_argument("--counted", type=a_count, nargs="*", default=[8], help="worked out alone (default: 8)")
     arguments = parser.parse_args()
-    found = {(nodes, True): measure(nodes, arguments.tokens) for nodes in arguments.nodes}
+    if not arguments.nodes and not arguments.counted:
+        parser.error("--nodes and --counted: one of them names a number of nodes")
+    with user_errors_told():
+        found = {(nodes, True): measure(nodes, arguments.tokens) for nodes in arguments.nodes}
     for (nodes, _), sent in found.items():
         expected = [work_out(*case, arguments.tokens, nodes) for case in CASES]
         assert sent == expected, f"{sent} were sent over {nodes} nodes; the choices ask for {expected}"

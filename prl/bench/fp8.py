@@ -15,7 +15,6 @@ Linears that read the same input are measured together, as they run.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prl.bench.arguments import json_place, user_errors_told
+from prl.bench.arguments import json_place, overrides_of, user_errors_told
 from prl.bench.fp8_losses import compare_losses
 from prl.bench.measurement import time_mean
 from prl.config import compose
@@ -250,7 +249,7 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    overrides = sys.argv[1:]
+    overrides = overrides_of(__doc__)
     if not any(o.startswith("model.fp8=") for o in overrides):
         overrides.append("model.fp8=deep_gemm")
     with user_errors_told():

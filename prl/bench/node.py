@@ -27,7 +27,7 @@ from typing import Any
 
 from prl.bench.arguments import directory, parser_of
 from prl.bench.node_rows import Job, Row, rows_for
-from prl.config.arguments import a_count_or_0
+from prl.config.arguments import a_count
 from prl.metrics.reader import read_rows
 from prl.runtime.directory.files import read_object
 
@@ -201,7 +201,7 @@ def main() -> None:
     parser = parser_of("node", __doc__)
     parser.add_argument("directory", type=Path, help="what is measured stays there")
     parser.add_argument(
-        "--gpus", type=a_count_or_0, default=0, help=f"of this machine (default: all; none: --list takes {GPUS})"
+        "--gpus", type=a_count, help=f"of this machine (default: all; where there are none, --list takes {GPUS})"
     )
     parser.add_argument("--only", default="", help="rows whose part or command has this text")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin what ends by then")

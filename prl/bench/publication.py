@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
-from typing import Any
 
 from prl.bench.arguments import parser_of, user_errors_told
+from prl.bench.processes import Processes
 from prl.config.arguments import a_count
 
 EXPERTS = 128  # of a layer
@@ -47,42 +44,6 @@ class Load:
         return self.bucket_kib << 10
 
 
-class Processes:
-    """Forked from one that has imported everything, so that they share it; each with a pipe."""
-
-    def __init__(self) -> None:
-        self.context = multiprocessing.get_context("fork")
-        self.started: list[Any] = []
-        self.pipes: list[Connection] = []
-
-    def start(self, target: Callable[..., None], *args: Any) -> None:
-        ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=target, args=(*args, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        self.started.append(process)
-        self.pipes.append(ours)
-
-    def hear(self, index: int) -> Any:
-        """What one says next. Raises RuntimeError when one of them has died."""
-        pipe = self.pipes[index]
-        while not pipe.poll():
-            alive = {process.sentinel: process for process in self.started if process.exitcode != 0}
-            for found in wait([pipe, *alive]):
-                if found in alive and alive[found].exitcode:
-                    raise RuntimeError(f"{alive[found].name} ended with code {alive[found].exitcode}")
-        return pipe.recv()
-
-    def tell(self, indices: range, what: Any) -> None:
-        for index in indices:
-            self.pipes[index].send(what)
-
-    def end(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.join()
-
-
 SIZES = {
     "hidden_size": 4096, "moe_intermediate_size": 1536, "intermediate_size": 12288, "head_dim": 128,
     "vocab_size": 151936,
@@ -90,10 +51,10 @@ SIZES = {
 
 
 def measure(load: Load) -> dict[str, float]:
-    """Start all processes, publish all versions, end them. Raises RuntimeError when one has failed."""
+    """Start all processes, publish all versions, end them. Raises UserError when one has died."""
     import torch
 
-    from prl.bench.publication_sides import WIRE, check_holdings, holdings_of, serve, train
+    from prl.bench.publication_sides import WIRE, check_holdings, holdings_of, serve, tensor_parallel, train
     from prl.config import compose
     from prl.trainer.owned import OwnShards
     from prl.trainer.parallelize import build_meta
@@ -101,20 +62,21 @@ def measure(load: Load) -> dict[str, float]:
     torch.set_num_threads(1)
     card = {key: size // load.shrink for key, size in SIZES.items()} | {"num_hidden_layers": load.layers}
     config = compose(["model=qwen3_235b_a22b", *(f"model.card.{key}={size}" for key, size in card.items())])
-    model, processes = build_meta(config, None), Processes()
+    model = build_meta(config, None)
     table = OwnShards(model, WIRE, SimpleNamespace(is_main=True, rank=0, size=1)).table  # type: ignore[arg-type]
     holdings = holdings_of(table, load)
+    wanted = [tensor_parallel(table, rank, load.tp, load.kv_heads) for rank in range(load.tp)]
     gc.collect()
     gc.freeze()  # so that its marks do not copy the pages that all share
     trainers, engines = range(load.trainers), range(load.trainers, load.trainers + load.engines * load.tp)
-    try:
+    with Processes("fork") as processes:
         for rank in trainers:
-            processes.start(train, load, rank, table, holdings[rank])
+            processes.start(f"trainer {rank}", train, load, rank, table, holdings[rank])
         for number in range(len(engines)):
-            processes.start(serve, load, number, table)
+            processes.start(f"engine process {number}", serve, load, table, wanted[number % load.tp])
         checked = {0, min(load.trainers // 2 + 1, load.trainers - 1), load.trainers - 1}
         for rank in checked:
-            processes.start(check_holdings, load, rank, model, config, holdings[rank])
+            processes.start(f"check of trainer {rank}", check_holdings, load, rank, model, config, holdings[rank])
         processes.tell(trainers, processes.hear(0))
         for _ in range(load.versions):
             for rank in trainers:
@@ -125,9 +87,7 @@ def measure(load: Load) -> dict[str, float]:
         of_trainers = [processes.hear(rank) for rank in trainers]
         checks = range(engines.stop, engines.stop + len(checked))
         assert all(processes.hear(index) for index in checks), "these are not the shards that a trainer has"
-        return {"version, MB": int(table.nbytes(table.whole()).sum()) / 1e6} | summary(load, of_trainers, of_engines)
-    finally:
-        processes.end()
+    return {"version, MB": int(table.nbytes(table.whole()).sum()) / 1e6} | summary(load, of_trainers, of_engines)
 
 
 def cannot_be_laid_out(load: Load) -> str:
@@ -181,7 +141,7 @@ def main() -> None:
     as_json, load = said.pop("json"), Load(**said)
     if why := cannot_be_laid_out(load):
         parser.error(why)
-    with user_errors_told():  # of the model in that size
+    with user_errors_told():  # of the model in that size, of a process that dies
         figures = measure(load)
     print(
         json.dumps(figures) if as_json else "\n".join(f"{name:<42}{value:>12,.2f}" for name, value in figures.items())

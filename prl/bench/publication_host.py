@@ -6,18 +6,17 @@ engine fetches, checks and puts together the whole.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from prl.bench.arguments import parser_of
+from prl.bench.arguments import parser_of, refuse_beyond_memory, user_errors_told
+from prl.bench.processes import Processes
 from prl.config.arguments import a_count
 
 ROWS, COLUMNS = 4096, 4096
@@ -74,29 +73,19 @@ def serve(pipe: Connection) -> None:
 
 
 def measure(kind: str, mib: int, ranks: int, engines: int) -> dict[str, float]:
-    """`mib`: of the model, as it travels."""
-    context, count = multiprocessing.get_context("spawn"), max(1, (mib << 20) // (ROWS * COLUMNS * 2))
-    with tempfile.TemporaryDirectory() as directory:
-        started: list[tuple[Any, Connection]] = []
-        for target, arguments in [(train, (kind, count, r, ranks, directory)) for r in range(ranks)] + [
-            (serve, ()) for _ in range(engines)
-        ]:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            started.append((process, ours))
-        trainers, takers = [pipe for _, pipe in started[:ranks]], [pipe for _, pipe in started[ranks:]]
-        info = trainers[0].recv()
-        for pipe in takers:
-            pipe.send(info)
-        taken, given = [pipe.recv() for pipe in takers], [pipe.recv() for pipe in trainers]
-        for pipe in trainers:
-            pipe.send(None)
-        for pipe in trainers:
-            pipe.recv()
-        for process, _ in started:
-            process.join()
+    """`mib`: of the model, as it travels. Raises UserError when a process has died."""
+    count = max(1, (mib << 20) // (ROWS * COLUMNS * 2))
+    trainers, takers = range(ranks), range(ranks, ranks + engines)
+    with tempfile.TemporaryDirectory() as directory, Processes("spawn") as processes:
+        for rank in trainers:
+            processes.start(f"trainer {rank}", train, kind, count, rank, ranks, directory)
+        for number in range(engines):
+            processes.start(f"engine {number}", serve)
+        processes.tell(takers, processes.hear(0))
+        taken, given = [processes.hear(index) for index in takers], [processes.hear(rank) for rank in trainers]
+        processes.tell(trainers, None)
+        for rank in trainers:
+            processes.hear(rank)
     return {
         "seconds until engines hear of it": given[0][0],
         "seconds until all have it": max(seconds for seconds, _ in taken),
@@ -111,7 +100,11 @@ def main() -> None:
     for name, value in {"mib": 2048, "ranks": 4, "engines": 2}.items():
         parser.add_argument(f"--{name}", type=a_count, default=value, help=f"default: {value}")
     said = parser.parse_args()
-    for figure, amount in measure(said.transport, said.mib, said.ranks, said.engines).items():
+    held = 2 + said.engines  # the ranks' float32, which is twice what travels, and each engine's copy
+    refuse_beyond_memory(parser, f"--mib {said.mib} --engines {said.engines}", said.mib / 1024 * held)
+    with user_errors_told():
+        figures = measure(said.transport, said.mib, said.ranks, said.engines)
+    for figure, amount in figures.items():
         print(f"{figure:<50}{amount:>8.2f}")
 
 

@@ -32,7 +32,7 @@ from prl.trainer.world import build_world
 from prl.transport.boxes import COLUMN, COLUMNS, ROW, ROWS, TENSOR, Boxes, Table
 from prl.transport.flat import DTYPES
 from prl.transport.nccl_group import Group, connect
-from prl.transport.receiving_nccl import receive_parts
+from prl.transport.receiving_nccl import receive_rounds
 from prl.transport.stores import serve_store
 from prl.transport.weights_nccl import NcclPublisher
 
@@ -111,11 +111,23 @@ class Traffic:
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
-def values_of(box: list[int], version: int) -> Tensor:
-    """What the elements of a box are, in the trainer: [rows, columns] float32, of which few are exact in bfloat16."""
-    tensor, row, rows, column, columns = box
-    along = torch.arange(row, row + rows).mul_(1009).add_(tensor * 31 + version * 101)[:, None]
-    return (along + torch.arange(column, column + columns)).remainder_(65521).float().mul_(1e-3)
+PERIOD = 65521
+
+
+class Values:
+    """What the elements of a box are in each version: [rows, columns] of a dtype; in float32, as the trainer has them,
+    few are exact in bfloat16.
+    """
+
+    def __init__(self, table: Table, device: torch.device = CPU) -> None:
+        count = PERIOD + int(table.columns.max())
+        self.every = torch.arange(count, device=device).remainder_(PERIOD).float().mul_(1e-3)  # a row is a part of it
+
+    def of(self, box: list[int], version: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        tensor, row, rows, column, columns = box
+        begins = torch.arange(row, row + rows, device=self.every.device).mul_(1009)
+        begins.add_(tensor * 31 + version * 101 + column).remainder_(PERIOD)
+        return self.every.as_strided((PERIOD, columns), (1, 1))[begins].to(dtype)
 
 
 # --- trainer ----------------------------------------------------------------------------------------------------------
@@ -166,10 +178,10 @@ def train(load: Load, rank: int, table: Table, boxes: Boxes, pipe: Connection) -
     publisher.hold(table, boxes)
     figures = {"plan": time.thread_time() - computing, "rounds": publisher.schedule.rounds}
     figures["laps"] = publisher.schedule.laps
-    parts = [torch.empty(rows, columns) for _, _, rows, _, columns in boxes.tolist()]
+    values, parts = Values(table), [torch.empty(rows, columns) for _, _, rows, _, columns in boxes.tolist()]
     for version in range(1, load.versions + 1):
         for part, box in zip(parts, boxes.tolist(), strict=True):
-            part.copy_(values_of(box, version))
+            part.copy_(values.of(box, version))
         pipe.send(None)  # filled
         pipe.recv()
         began, traffic = time.perf_counter(), Traffic()
@@ -222,18 +234,18 @@ def room_for(table: Table, boxes: Boxes) -> tuple[Copies, list[Tensor]]:
     return copies, targets
 
 
-def serve(load: Load, number: int, table: Table, pipe: Connection) -> None:
-    """Take all versions into place, and look whether they are right. Pipe: updates, figures."""
-    boxes = tensor_parallel(table, number % load.tp, load.tp, load.kv_heads)
+def serve(load: Load, table: Table, boxes: Boxes, pipe: Connection) -> None:
+    """Take all versions of these boxes into place, and look whether they are right. Pipe: updates, figures."""
     copies, targets = room_for(table, boxes)
     while True:
         info, traffic = pipe.recv(), Traffic()
         with Peak() as peak, traffic.counted(peak):
-            copies.repeat_parts(receive_parts(info, CPU, copies))
+            copies.repeat_rounds(receive_rounds(info, CPU, copies))
         held = peak.bytes - allocated()  # the plan stays
         if info["version"] == load.versions:  # nothing of the versions before is left then
+            values = Values(table)
             for target, box in zip(targets, boxes.tolist(), strict=True):
-                right = same_bytes(target, values_of(box, load.versions).to(target.dtype))
+                right = same_bytes(target, values.of(box, load.versions, target.dtype))
                 assert right, f"{table.names[box[TENSOR]]} is wrong"
         pipe.send({"held": held, "got": traffic.got})
 

@@ -10,7 +10,6 @@ process, so that it can be measured where it does not return them (on CPUs).
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prl.bench.arguments import overrides_of, user_errors_told
 from prl.config import compose
 from prl.config.config_json import check_card
-from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.envs.protocol import Environment
 from prl.envs.reverse_text import ReverseText
@@ -169,13 +168,11 @@ def report(model: Decoder, sampled: list[Sampled]) -> dict[str, float]:
 
 
 def main() -> None:
-    try:
-        config = compose(["inference.return_routed_experts=true", *sys.argv[1:]], config_name="inference")
+    overrides = overrides_of(__doc__)
+    with user_errors_told():
+        config = compose(["inference.return_routed_experts=true", *overrides], config_name="inference")
         path = resolve_model_path(config.model, Path(config.cache_dir))
         check_card(path, config.model.card)
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        sys.exit(2)
     torch.set_num_threads(config.debug.num_threads or 1)
     renderer = ChatRenderer(load_tokenizer(config.model, path))
     prompts = prompts_of(ReverseText(), renderer, COMPLETIONS)

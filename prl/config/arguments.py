@@ -21,13 +21,13 @@ def a_count_or_0(text: str) -> int:
 
 
 def an_amount(text: str) -> float:
-    """Above 0."""
+    """Above 0, and finite."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
     return value
 
 

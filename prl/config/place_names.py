@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 NAME_BYTES = 255  # of one component, on all file systems that people have
 PATH_BYTES = 4095  # Linux's PATH_MAX without its end
+OURS_BYTES = 128  # of a name to which more is added: directories get a time, logs a role
+UNFIT = re.compile(r"[/\\\x00-\x1f\x7f]|^[.-]|^$")
 
 
 def check_length(place: str) -> str:
@@ -19,6 +22,16 @@ def check_length(place: str) -> str:
     if len(whole) > PATH_BYTES:
         raise ValueError(f"it has {len(whole)} bytes, and paths have {PATH_BYTES} at most")
     return place
+
+
+def is_file_name(name: str) -> bool:
+    """Whether it names something in the directory where it is put, and nothing elsewhere or hidden."""
+    return not UNFIT.search(name) and len(name.encode(errors="replace")) <= OURS_BYTES and name.isprintable()
+
+
+def as_file_name(name: str) -> str:
+    """The nearest name that is one."""
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).strip(".-")[:OURS_BYTES] or "unnamed"
 
 
 def a_path(place: str) -> Path:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from prl.config.rules.names import as_file_name
+from prl.config.place_names import as_file_name
 from prl.config.schema import ModelConfig, RunConfig
 
 ID_LENGTH = 10  # hex digits; 40 bits tell any number of points apart that a person could run

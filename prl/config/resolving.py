@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from prl.config.auto_card import complete_card
+from prl.config.branching import take_start
 from prl.config.chosen import said_by_user
 from prl.config.errors import UTF8, ConfigError, UserError, is_unread
 from prl.config.evaluated import take_model
@@ -59,6 +60,8 @@ def resolve_plain(plain: dict[Any, Any], **run_fields: Any) -> RunConfig:
     if config.job == "eval" and config.eval.run is not None:
         config = take_model(config)
     config = settle_adapters(settle_warm_start(config))
+    if config.job in ("rl", "sft") and config.ckpt.from_run is not None:
+        config = take_start(config)
     found = violations(config)
     if found:
         raise ConfigError(found)

@@ -28,6 +28,7 @@ from prl.config.schema_fields import (
     Seconds,
     Seed,
     Silence,
+    Text,
     Threads,
     VariableName,
 )
@@ -302,6 +303,9 @@ class CkptConfig(Group):
     asynchronous: bool = True
     export_hf: bool = True  # write the final policy as a Hugging Face checkpoint under <run>/export/
     export_dtype: Literal["float32", "bfloat16"] = "float32"  # of its matrices; vectors stay float32
+    # another run's directory and the optimizer step whose checkpoint this one begins with; None: from its start
+    from_run: Text | None = None
+    from_step: Positive | Literal["last"] = "last"  # last: its newest checkpoint
 
 
 class DebugConfig(Group):

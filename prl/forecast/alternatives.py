@@ -161,6 +161,9 @@ def main() -> None:
     except UserError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(2)
+    if len(found) == 1:
+        print("Nothing to compare: dp_shard cannot be cut into stages, nor cp by tensor parallelism.")
+        print("A large run is one that names its layout, for example +experiment=math_glm_5.")
     print("| layout | trainer's step, s | GB a GPU: NIC, NVLink | peak, GiB | |\n|---|---|---|---|---|")
     for a in found:
         print(f"| {a.name} | {a.seconds:.0f} | {a.nic_gb:,.0f}, {a.nvlink_gb:,.0f} | {a.memory_gib:.0f} | {a.note} |")

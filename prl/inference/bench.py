@@ -9,6 +9,7 @@ import torch
 
 from prl.config import compose
 from prl.config.console import shield_console
+from prl.config.errors import UserError
 from prl.config.schema import RunConfig
 from prl.inference.engine import TorchEngine
 from prl.inference.sampling import SamplingParams
@@ -59,7 +60,11 @@ def measure(engine: TorchEngine, sequences: int) -> float:
 
 def main() -> None:
     shield_console()
-    config = compose(sys.argv[1:], config_name="inference")
+    try:
+        config = compose(sys.argv[1:], config_name="inference")
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)
     torch.set_num_threads(config.debug.num_threads or 1)
     engine = build_engine(config, random_weights=False)
     slots = config.inference.max_num_seqs

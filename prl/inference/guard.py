@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.config.loopback import LOOPBACK_HOSTS
 from prl.planning.run_plan import RunPlan
 from prl.runtime.people.for_people import is_open
 from prl.runtime.process.keys import RunKeys, bears, users_key

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,6 +54,9 @@ def mirror(
     directory.mkdir(exist_ok=True)
     for variable, name in (("WANDB_DIR", ""), ("WANDB_CACHE_DIR", "cache"), ("WANDB_DATA_DIR", "data")):
         os.environ[variable] = str(directory / name)
+    temporary = directory / "tmp"
+    temporary.mkdir(exist_ok=True)
+    tempfile.tempdir = str(temporary)  # wandb makes directories there, which outlive a process that exits as roles do
     import wandb  # reads the variables above
 
     run = start_run(plan, directory, run_id, mode)
@@ -70,6 +75,7 @@ def mirror(
     finally:
         run.finish()
         wandb.teardown()
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def choose_mode(config: RunConfig, environment: Mapping[str, str]) -> Mode:

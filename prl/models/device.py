@@ -1,4 +1,4 @@
-"""The device of a process, how much of it the process may hold, and how values of the host get there."""
+"""The device of a process, how much of it the process may hold, and how values get there from the host, and back."""
 
 from __future__ import annotations
 
@@ -66,3 +66,18 @@ def to_device(
         else:
             np.take(array, rows, axis=0, out=host.numpy(), mode="clip")  # which copies once, "raise" twice
     return host.to(device, non_blocking=on_gpu)
+
+
+class HostCopy:
+    """A small device tensor on its way to the host, so that the device can be given work before the host waits."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.to("cpu", non_blocking=True)  # into pinned memory
+        self.arrived = torch.cuda.Event() if values.is_cuda else None
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def wait(self) -> Tensor:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values

@@ -19,11 +19,12 @@ class EvaluationsDue:
         self.config = config
         self.evaluated: set[int] = set()
         self.to_come: set[int] = set()
+        self.first = 0  # version that the run began with
         self.stop_at: int | None = None  # first step that nobody will train
 
-    def resume(self, evaluated: set[int]) -> None:
-        """Behind an attempt that has evaluated these."""
-        self.evaluated = evaluated
+    def resume(self, evaluated: set[int], first: int = 0) -> None:
+        """Behind an attempt that has evaluated these, of a run that began with the version `first`."""
+        self.evaluated, self.first = evaluated, first
 
     def stop(self, at: int) -> None:
         """The first step that nobody will train is known."""
@@ -48,8 +49,8 @@ class EvaluationsDue:
         """Whether an evaluation follows when the engines have got `version`."""
         if version in self.evaluated or not self.config.interval:
             return False
-        if version == 0:
-            return self.config.at_start
+        if version == self.first and self.config.at_start:
+            return True
         # a stop leaves it to the run that resumes, if that begins with this version
         return self._is_regular(version) and (self.stop_at is None or version < self.stop_at - 1)
 

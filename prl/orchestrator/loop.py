@@ -38,6 +38,7 @@ from prl.orchestrator.rollouts.teacher import Teacher
 from prl.orchestrator.server import start_server
 from prl.orchestrator.step_row import step_row
 from prl.orchestrator.waiting import told_while_waiting
+from prl.runtime.branching import first_step
 from prl.runtime.process.child import ChildContext
 from prl.transport.frames import Message
 from prl.transport.kinds import HOST_TRANSPORTS
@@ -169,7 +170,8 @@ class Orchestrator:
             self.producer.resume(step, self.checkpoints.load(step))
         self.checkpoints.note(step, self.producer.state())
         rows = read_rows(self.ctx.run_dir, self.ctx.role.name)
-        self.evaluations.resume({row["step"] for row in rows if "eval/reward" in row})
+        evaluated = {row["step"] for row in rows if "eval/reward" in row}
+        self.evaluations.resume(evaluated, first_step(self.ctx.run_dir))
         if self.config.debug.keep_rollouts:
             self.rollout_log = RolloutLog(self.ctx.run_dir / "rollouts.jsonl", step)
 

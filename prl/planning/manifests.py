@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from prl.config.errors import UserError
-from prl.config.rules.external import asked_servers, on_loopback
+from prl.config.loopback import on_loopback
+from prl.config.rules.external import asked_servers
 from prl.config.schema import RunConfig
 from prl.planning.planner import make_plan
 from prl.planning.pod_needs import (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from prl.config.branching import check_start
 from prl.config.console import one_line, shield_console
 from prl.config.errors import AwayError, PassingError, ReadOnlyError, UserError
 from prl.config.schema import RunConfig
@@ -20,6 +21,7 @@ from prl.metrics.reader import truncate_rows
 from prl.planning.planner import make_plan
 from prl.planning.render import mixed_environments
 from prl.planning.run_plan import RunPlan
+from prl.runtime.branching import begun_with, first_checkpoint, first_step
 from prl.runtime.directory.checkpoints import discard_after, discard_unfinished, latest_valid, parts_of, steps
 from prl.runtime.directory.files import as_user_error
 from prl.runtime.directory.hours import Hours
@@ -70,6 +72,7 @@ def run(
     mine = [role for role in plan.roles if (seats[0].has(role) if seats and plan.num_nodes > 1 else role.node == 0)]
     on_gpus = plan if any(role.devices for role in mine) else None
     with recording_refusals(plan):
+        check_start(config)
         check_machine(config, plan if alone else None, starts_all=alone and not seats, on_gpus=on_gpus)
     with nullcontext(signals) if signals else StopSignals() as signals:
         run_dir = claim(plan)
@@ -86,7 +89,7 @@ def run(
             raise told from error
         except UserError as error:
             may_pass = isinstance(error, PassingError) and not isinstance(error, AwayError)  # then it resumes here
-            if run_dir.fresh and not may_pass and not _has_worked(run_dir.path):
+            if run_dir.fresh and not may_pass and not has_worked(run_dir.path):
                 run_dir.discard()
             raise
         finally:
@@ -168,7 +171,7 @@ def _run_stages(plan: RunPlan, run_dir: RunDir, home: Household) -> Outcome:
     """Warm start if there is one and it is not cached, then the job."""
     path = run_dir.path
     config = plan.config
-    resume_step = _prepare_resume(path, config.job, home.progress)
+    resume_step = _prepare_resume(path, config, home.progress)
     status = StatusFile(path, plan.point_id, config.job, config.name, config.max_steps, run_dir.is_ours)
     changed = note_changes(path / ENV, config, status.content["attempt"])
     if changed and resume_step:
@@ -212,7 +215,9 @@ def _initial_model(plan: RunPlan, path: Path, home: Household, status: StatusFil
     """Where the weights lie that the job begins with (None: as model.path says), made by stages of their own where that
     is needed; and the outcome of the run if one of these was its end.
     """
-    found, outcome = warm_start(plan, path, home, status)
+    found, outcome = begun_with(path) if plan.config.warm_start is not None else None, None
+    if found is None:
+        found, outcome = warm_start(plan, path, home, status)
     if plan.config.job == "eval":
         found, outcome = prepare_policy(plan, path, home)
     if outcome is None or outcome.state == "done":
@@ -220,13 +225,15 @@ def _initial_model(plan: RunPlan, path: Path, home: Household, status: StatusFil
     return found, None if outcome is None or outcome.state == "done" else outcome
 
 
-def _prepare_resume(path: Path, job: str, progress: Progress) -> int:
+def _prepare_resume(path: Path, config: RunConfig, progress: Progress) -> int:
     """The step to go on from, 0 for none; what an earlier attempt wrote beyond it is cut off."""
-    found = latest_valid(path, parts_of(job), progress.note)
+    found = latest_valid(path, parts_of(config.job), progress.note)
     if found is None and steps(path):
         progress.note("no checkpoint is usable: starting from the beginning")
     resume_step = 0 if found is None else found[0]
     discard_after(path, resume_step)
+    if found is None and config.ckpt.from_run is not None:
+        resume_step = first_checkpoint(config, path, progress.note)
     truncate_rows(path, resume_step)
     return resume_step
 
@@ -242,7 +249,7 @@ def _conclude(plan: RunPlan, run_dir: RunDir, outcome: Outcome, signals: StopSig
         told = f"alarm {alarm['kind']} was on at the end, since step {alarm['since']}: {alarm['message']}"
         print(one_line(told), file=sys.stderr, flush=True)
     if outcome.failure is not None:
-        if outcome.state == "failed" and _has_worked(path) and plan.config.job in ("rl", "sft"):
+        if outcome.state == "failed" and has_worked(path) and plan.config.job in ("rl", "sft"):
             print(one_line(_after_failure(plan, path, by_hand)), file=sys.stderr, flush=True)
         _tell_failure(outcome.failure)
     if outcome.state == "failed":
@@ -300,7 +307,7 @@ def _tell_failure(failure: Failure) -> None:
     print(failure.render(), file=sys.stderr, flush=True)
 
 
-def _has_worked(path: Path) -> bool:
+def has_worked(path: Path) -> bool:
     """Whether the run got as far as a step worth keeping."""
-    status = read_status(path)
-    return bool(steps(path)) or (status.get("began", False) and status["step"] > 0)
+    status, first = read_status(path), first_step(path)
+    return any(step > first for step in steps(path)) or (status.get("began", False) and status["step"] > first)

@@ -23,6 +23,7 @@ from prl.planning.run_plan import RunPlan
 from prl.runtime.hub_names import names_of_hub, out_of_reach
 from prl.runtime.process.free_memory import PROCESS_GIB, available_bytes
 from prl.runtime.process.gpus import no_usable_gpus, refuse_too_few_gpus, too_few_gpus
+from prl.runtime.shadows import shadowed
 from prl.runtime.warm_cache import missing_in_cache
 
 CACHE_KEY = "cache_dir"
@@ -50,6 +51,7 @@ def check_machine(
     if starts_all:
         found += _absent_packages(config)
         found += _beyond_cpus(config)
+        found += shadowed()
     if alone is not None:
         found += _beyond_memory(alone)
     if found and starts_all:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from prl.config.place_names import as_file_name
 from prl.config.point import UNTRAINED, random_checkpoint_dir, short_hash, warm_start_key
 from prl.config.quantised import local_copy_wanted
-from prl.config.rules.names import as_file_name
 from prl.config.schema import RunConfig
 from prl.runtime.directory.own_modules import files_of, find_own_modules, hash_of
 

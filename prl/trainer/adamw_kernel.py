@@ -60,29 +60,41 @@ def is_regular(*tensors: Tensor) -> bool:
 
 class Parameters:
     """Lists of parameters, gradients (left as they are), first and second moments, `is_regular` each and of one device,
-    with how many steps each has taken, scalars there: as a table of where they lie, made on the host.
+    with how many steps each has taken, scalars there: the table of where they lie, and whatever else of a step does not
+    depend on the gradients, are on their way to the device from now on.
     """
 
-    def __init__(self, lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> None:
-        self.lists, self.steps = lists, steps  # so that all stay where they are
-        self.sizes = tuple(param.numel() for param in lists[0])
+    def __init__(self, lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], betas: tuple[float, float]) -> None:
+        self.lists, self.steps, self.betas = lists, steps, betas  # so that all stay where they are
+        device = lists[0][0].device
         addresses = [[t.data_ptr() for t in row] for row in zip(*lists, strict=True)]
-        self.addresses = torch.tensor(addresses, dtype=torch.int64).pin_memory()
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        self.begins, self.owners, self.sizes = layout(tuple(param.numel() for param in lists[0]), device)
+        taken = torch.stack(list(steps)).double() + 1
+        self.corrections = torch.stack([1 - betas[0] ** taken, (1 - betas[1] ** taken).sqrt()], 1).float()
 
-    def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, factor: float) -> None:
-        """In place. factor: of the gradients."""
-        device = self.lists[0][0].device
-        torch._foreach_add_(list(self.steps), 1)
-        taken = torch.stack(list(self.steps)).double()
-        corrections = torch.stack([1 - betas[0] ** taken, (1 - betas[1] ** taken).sqrt()], 1).float()
-        begins, owners, sizes = layout(self.sizes, device)
-        there = self.addresses.to(device, non_blocking=True)
-        rests = (1 - betas[0], betas[1], 1 - betas[1])
-        if len(owners):
-            with torch.cuda.device(device):
-                _step[(len(owners),)](
-                    there, begins, owners, sizes, corrections, lr, *rests, eps, decay, factor, BLOCK=BLOCK, num_warps=8
+    def step(self, lr: float, eps: float, decay: float, factor: float) -> None:
+        """In place, once. factor: of the gradients."""
+        beta1, beta2 = self.betas
+        if len(self.owners):
+            with torch.cuda.device(self.addresses.device):
+                _step[(len(self.owners),)](
+                    self.addresses,
+                    self.begins,
+                    self.owners,
+                    self.sizes,
+                    self.corrections,
+                    lr,
+                    1 - beta1,
+                    beta2,
+                    1 - beta2,
+                    eps,
+                    decay,
+                    factor,
+                    BLOCK=BLOCK,
+                    num_warps=8,
                 )
+        torch._foreach_add_(list(self.steps), 1)
 
 
 @functools.lru_cache(maxsize=8)

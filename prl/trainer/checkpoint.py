@@ -99,7 +99,11 @@ class TrainerCheckpointer:
         return step
 
     def load(self, path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Restore the state saved under `path` (a complete checkpoint directory)."""
+        """Restore the state saved under `path` (a complete checkpoint directory).
+
+        Optimizers keep the settings that they have: a run that goes on from another's checkpoint may have its own.
+        """
+        settings = [_settings(group) for optimizer in optimizers for group in optimizer.param_groups]
         state = self._state(model, optimizers)
         saved = dcp.FileSystemReader(str(path / TRAINER)).read_metadata().state_dict_metadata
         if not any(name.startswith(f"{_random_key()}.") for name in saved):  # saved by fewer ranks than there are now
@@ -112,6 +116,9 @@ class TrainerCheckpointer:
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=not frozen_names(model)),  # what is asked for was found, or load had failed
         )
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, own in zip(groups, settings, strict=True):
+            group.update(own)
         _set_random_state(state.get(_random_key()))
 
     def _state(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -125,6 +132,11 @@ class TrainerCheckpointer:
 def frozen_names(model: nn.Module) -> set[str]:
     """Names, those of tied ones too, of the parameters that are not trained."""
     return {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a group of an optimizer's parameters: rate, decay, betas and the like."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _random_key() -> str:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from prl.config.schema import OptimConfig, ScheduleConfig
+from prl.models.device import HostCopy
 from prl.models.sharding import local_part
 from prl.trainer.memory.optimizer_offload import HostOptimizer, parameters_of
 from prl.trainer.muon import Muon
@@ -89,7 +90,7 @@ class ShardedAdamW(torch.optim.AdamW):
         collected, self.collected = self.collected or map(self.collect, self.param_groups), None
         for group, (regular, others) in zip(self.param_groups, collected, strict=True):
             if regular is not None:
-                regular.step(group["lr"], group["betas"], group["eps"], group["weight_decay"], factor)
+                regular.step(group["lr"], group["eps"], group["weight_decay"], factor)
             step_fused(others, group, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -107,7 +108,7 @@ class ShardedAdamW(torch.optim.AdamW):
         fits = [adamw_kernel.is_regular(*row) for row in zip(params, grads, means, squares, strict=True)]
         *four, taken = ([t for t, fit in zip(each, fits, strict=True) if fit] for each in lists)
         others = [[t for t, fit in zip(each, fits, strict=True) if not fit] for each in lists]
-        return Collected(adamw_kernel.Parameters(four, taken) if taken else None, others)
+        return Collected(adamw_kernel.Parameters(four, taken, group["betas"]) if taken else None, others)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill `lists` with parameters, gradients and states of `group`."""
@@ -200,10 +201,10 @@ class GradientNorm:
             dist.all_reduce(total, group=island)
         total = total.sqrt()
         factor = max_norm / (total + 1e-6) if max_norm > 0 else torch.ones_like(total)
-        self.both = torch.stack([total, factor])
+        self.both = HostCopy(torch.stack([total, factor]))
 
     def wait(self) -> tuple[float, float]:
-        norm, factor = self.both.tolist()
+        norm, factor = self.both.wait().tolist()
         return norm, min(factor, 1.0) if math.isfinite(norm) else 1.0
 
 

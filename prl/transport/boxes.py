@@ -132,15 +132,22 @@ def divide_numbered(boxes: Boxes, table: Table, most_bytes: int) -> tuple[NDArra
 
 def intersect(pieces: Boxes, wanted: Boxes) -> tuple[NDArray[np.int64], Boxes]:
     """What of `pieces` somebody wants: (numbers of pieces [M], boxes [M, 5]), in the order of pieces."""
-    wanted = wanted[np.argsort(wanted[:, TENSOR], kind="stable")]
-    first = np.searchsorted(wanted[:, TENSOR], pieces[:, TENSOR], "left")
-    count = np.searchsorted(wanted[:, TENSOR], pieces[:, TENSOR], "right") - first
+    index, _, common = intersect_numbered(pieces, wanted)
+    return index, common
+
+
+def intersect_numbered(pieces: Boxes, wanted: Boxes) -> tuple[NDArray[np.int64], NDArray[np.int64], Boxes]:
+    """`intersect`, and in second place the numbers of `wanted` [M]."""
+    order = np.argsort(wanted[:, TENSOR], kind="stable")
+    tensors = wanted[order, TENSOR]
+    first = np.searchsorted(tensors, pieces[:, TENSOR], "left")
+    count = np.searchsorted(tensors, pieces[:, TENSOR], "right") - first
     index = np.repeat(np.arange(len(pieces)), count)
-    other = wanted[np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count) + first[index]]
-    common = pieces[index]
+    number = order[np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count) + first[index]]
+    common, other = pieces[index], wanted[number]
     for begin, length in ((ROW, ROWS), (COLUMN, COLUMNS)):
         end = np.minimum(common[:, begin] + common[:, length], other[:, begin] + other[:, length])
         common[:, begin] = np.maximum(common[:, begin], other[:, begin])
         common[:, length] = end - common[:, begin]
     there = (common[:, ROWS] > 0) & (common[:, COLUMNS] > 0)
-    return index[there], common[there]
+    return index[there], number[there], common[there]

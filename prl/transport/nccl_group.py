@@ -18,10 +18,12 @@ Keys of the store, P being a publication (a version may be published more than o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,17 +31,44 @@ from torch import Tensor
 
 POLL_S = 0.005
 WATCH_S = 0.2
+GIVE_UP_S = 0.2  # until it is noticed that a group was given up
+
+T = TypeVar("T")
+
+
+class GivenUp(RuntimeError):
+    """Of a group that was dropped meanwhile."""
 
 
 class Works:
-    """Several, to be waited for as one."""
+    """Several of gloo's, to be waited for as one. Raises GivenUp once `given_up` is set, and what the first raises."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self.works = works
+    def __init__(self, works: Sequence[Any], given_up: threading.Event) -> None:
+        self.works, self.given_up = works, given_up
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        unless(self.given_up, lambda: [work.wait() for work in self.works])
+
+
+def unless(given_up: threading.Event, blocking: Callable[[], T]) -> T:
+    """The result of something of gloo's. Its calls end when a peer dies or time is up, and `abort` ends none of them
+    (torch 2.13): this one goes on in a thread, of which nothing is heard any more, when `given_up` is set.
+
+    Raises GivenUp then, and what `blocking` raises.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(blocking())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not given_up.is_set():
+        if wait([done], timeout=GIVE_UP_S).done:
+            return done.result()
+    raise GivenUp("the group was given up")
 
 
 @dataclass
@@ -48,12 +77,15 @@ class Group:
 
     number: int  # counts the groups of a trainer
     group: Any  # ProcessGroupNCCL or ProcessGroupGloo
+    given_up: threading.Event = field(default_factory=threading.Event)
 
     def exchange(self, got: Tensor, got_sizes: list[int], given: Tensor, given_sizes: list[int]) -> Any:
         """What everyone gives everyone, in bytes by rank; `got` and `given` hold them one after another, [n] uint8.
 
-        Returns work to wait for.
+        Returns work to wait for. Raises GivenUp if the group was dropped.
         """
+        if self.given_up.is_set():
+            raise GivenUp("the group was given up")
         if isinstance(self.group, dist.ProcessGroupGloo):
             return self._in_pairs(got.split(got_sizes), given.split(given_sizes))
         return self.group.alltoall_base(got, given, got_sizes, given_sizes)
@@ -61,23 +93,38 @@ class Group:
     def _in_pairs(self, got: Sequence[Tensor], given: Sequence[Tensor]) -> Works:
         """As NCCL does it: gloo's own all-to-all also sends nothing to everybody, which takes longer than the rest."""
         sends = [self.group.send([data], rank, 0) for rank, data in enumerate(given) if data.numel()]
-        return Works(sends + [self.group.recv([data], rank, 0) for rank, data in enumerate(got) if data.numel()])
+        receives = [self.group.recv([data], rank, 0) for rank, data in enumerate(got) if data.numel()]
+        return Works(sends + receives, self.given_up)
 
     def drop(self) -> None:
-        """Nothing is under way in it, and nobody is waited for: a member may be dead."""
+        """Whoever waits in it comes free, with an error, and nobody is waited for: a member may be dead."""
+        self.given_up.set()
         self.group.abort()
 
 
-def make_group(store: dist.Store, number: int, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
+def make_group(
+    store: dist.TCPStore,
+    number: int,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    given_up: threading.Event,
+) -> Group:
+    """Raises GivenUp when `given_up` is set before all others have come."""
     limit = timedelta(seconds=timeout_s)
-    prefixed = dist.PrefixStore(f"group/{number}", store)
+    own = connect(store.host, store.port, timeout_s)  # on the other one nobody is heard while this waits for members
+    prefixed = dist.PrefixStore(f"group/{number}", own)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
     else:
-        group = dist.ProcessGroupGloo(prefixed, rank, size, limit)
-    return Group(number, group)
+        group = unless(given_up, lambda: dist.ProcessGroupGloo(prefixed, rank, size, limit))
+    made = Group(number, group)
+    if given_up.is_set():  # by somebody who found no group to drop
+        made.drop()
+    return made
 
 
 @dataclass(frozen=True)

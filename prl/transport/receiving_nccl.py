@@ -8,13 +8,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prl.transport.boxes import Boxes, Table, pack_boxes, unpack_boxes
@@ -43,31 +45,41 @@ class Wants(Protocol):
         """Raises ValueError for a checkpoint that it does not know."""
 
 
+@dataclass(frozen=True, eq=False)
+class Round:
+    """What comes in a round: M boxes of tensors in a bucket, one after another."""
+
+    table: Table
+    boxes: Boxes  # [M, 5]
+    begin: NDArray[np.int64]  # where each begins, [M], bytes
+
+    def part(self, index: int, bucket: Tensor) -> Part:
+        """A view of the bucket, [n] uint8."""
+        tensor, row, rows, column, columns = self.boxes[index].tolist()
+        begin, dtype = int(self.begin[index]), DTYPES[self.table.dtypes[tensor]]
+        data = bucket[begin : begin + rows * columns * dtype.itemsize].view(dtype).view(rows, columns)
+        return Part(self.table.names[tensor], row, column, data)
+
+    def parts(self, bucket: Tensor) -> Iterator[Part]:
+        return (self.part(index, bucket) for index in range(len(self.boxes)))
+
+
 class Incoming:
     """What one engine process gets in each round, from all trainer ranks."""
 
     def __init__(self, schedule: Schedule, messages: list[Message], verify: bool) -> None:
-        self.verify, self.table = verify, schedule.table
+        self.verify = verify
         trailer = SUM_BYTES if verify else 0
         sizes = np.stack([m.sizes + trailer * (m.sizes > 0) for m in messages], axis=1)  # [R, trainer ranks]
+        begins = np.cumsum(sizes, axis=1) - sizes
         self.sizes: list[list[int]] = sizes.tolist()
         self.bytes = max(map(sum, self.sizes), default=0)
-        self.boxes: list[list[tuple[list[int], int]]] = [[] for _ in self.sizes]  # of a round: (box, where it begins)
-        begins = [0] * len(self.sizes)
-        for rank, message in enumerate(messages):
-            columns = zip(message.boxes.tolist(), message.round.tolist(), message.offset.tolist(), strict=True)
-            for box, number, offset in columns:
-                self.boxes[number].append((box, begins[number] + offset))
-            begins = [begin + sizes[rank] for begin, sizes in zip(begins, self.sizes, strict=True)]
-
-    def parts(self, number: int, got: Tensor) -> list[Part]:
-        """Views of what has come in a round, [n] uint8."""
-        found = []
-        for (tensor, row, rows, column, columns), begin in self.boxes[number]:
-            dtype = DTYPES[self.table.dtypes[tensor]]
-            data = got[begin : begin + rows * columns * dtype.itemsize].view(dtype).view(rows, columns)
-            found.append(Part(self.table.names[tensor], row, column, data))
-        return found
+        number = np.concatenate([m.round for m in messages])
+        order = np.argsort(number, kind="stable")
+        ends = np.searchsorted(number[order], np.arange(len(self.sizes) + 1)).tolist()
+        boxes = np.concatenate([m.boxes for m in messages])[order]
+        begin = np.concatenate([begins[m.round, rank] + m.offset for rank, m in enumerate(messages)])[order]
+        self.rounds = [Round(schedule.table, boxes[first:end], begin[first:end]) for first, end in pairwise(ends)]
 
     def check(self, number: int, got: Tensor, version: int) -> None:
         """Raises ValueError for damaged bytes."""
@@ -86,6 +98,25 @@ class Incoming:
 
 
 @dataclass
+class Taking:
+    """Of one publication: whether it is at its end, or was withdrawn, in which case the group is of no use any more."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    withdrawn: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def end(self) -> None:
+        with self.lock:
+            self.done.set()
+
+    def withdraw(self, member: Membership) -> None:
+        self.withdrawn.set()
+        with self.lock:  # else the group may be that of the next
+            if not self.done.is_set() and member.group is not None:
+                member.group.drop()
+
+
+@dataclass
 class Membership:
     """Of this process, with one trainer."""
 
@@ -93,22 +124,36 @@ class Membership:
     identity: str
     name: str
     group: Group | None = None
+    table: Table | None = None
     schedule: Schedule | None = None
     wants: Wants | None = None  # told last
     wanted: Boxes | None = None  # which boxes these are
     num_wants: int = 0
     party: Party | None = None  # of which `incoming` is
     incoming: Incoming | None = None
-    done: threading.Event = field(default_factory=threading.Event)  # with the last publication
+    last: Taking | None = None
 
-    def watch(self, update_info: dict[str, Any]) -> None:
+    def told(self) -> Table:
+        """What tensors there are: the same all through the trainer's life."""
+        if self.table is None:
+            self.table = Table.unpack(self.store.get("table"))
+        return self.table
+
+    def begin(self, update_info: dict[str, Any]) -> Taking:
+        """To take a publication, behind all others."""
+        if self.last is not None:
+            self.last.end()
+        self.last = Taking()
+        threading.Thread(target=self.watch, args=(update_info, self.last), daemon=True).start()
+        return self.last
+
+    def watch(self, update_info: dict[str, Any], taking: Taking) -> None:
         """In a thread with a connection of its own, for the other may be waiting: leave a group that is given up."""
-        done, group, store = self.done, self.group, None
-        while not done.wait(WATCH_S):
+        store = None
+        while not taking.done.wait(WATCH_S):
             store = store or connect(update_info["host"], update_info["port"], update_info["timeout_s"])
             if store.check([f"{update_info['publication']}/withdrawn"]):
-                if group is not None:
-                    group.drop()
+                taking.withdraw(self)
                 return
 
     def is_withdrawn(self, prefix: int, wait_s: float) -> bool:
@@ -127,16 +172,14 @@ _joined: dict[tuple[str, int], Membership] = {}  # of this process, by the train
 def receive_nccl(update_info: dict[str, Any], device: torch.device) -> Iterator[Chunk]:
     """Whole named tensors as they arrive on `device`, a round's at a time.
 
-    Raises as `receive_parts` does.
+    Raises as `receive_rounds` does.
     """
     unfinished: dict[str, tuple[Tensor, int]] = {}
-    for parts in receive_parts(update_info, device):
-        schedule = _join(update_info, device).schedule
-        assert schedule is not None
-        yield assemble(parts, schedule.table, unfinished)
+    for arrived, bucket in receive_rounds(update_info, device):
+        yield assemble(arrived.parts(bucket), arrived.table, unfinished)
 
 
-def assemble(parts: list[Part], table: Table, unfinished: dict[str, tuple[Tensor, int]]) -> Chunk:
+def assemble(parts: Iterable[Part], table: Table, unfinished: dict[str, tuple[Tensor, int]]) -> Chunk:
     """The tensors that are whole now. Those that come whole are views of what has come.
 
     unfinished: tensors of which parts are still to come, as matrices, and of how many elements: kept from call to call.
@@ -160,11 +203,11 @@ def assemble(parts: list[Part], table: Table, unfinished: dict[str, tuple[Tensor
     return whole
 
 
-def receive_parts(
+def receive_rounds(
     update_info: dict[str, Any], device: torch.device, wants: Wants | None = None
-) -> Iterator[list[Part]]:
-    """What this process wants (None: everything) as it arrives on `device`, a round's at a time: views of buckets, to
-    be used before the next round is asked for.
+) -> Iterator[tuple[Round, Tensor]]:
+    """What this process wants (None: everything) as it arrives on `device`, each round with the bucket [n] uint8 that
+    it is in until the next is asked for. As long as the same take part, these are the same `Round`s.
 
     Raises ValueError for damaged bytes, and torch's DistError when the trainer is silent for longer than its timeout.
     """
@@ -185,10 +228,11 @@ def receive_parts(
             except ValueError:
                 if not joined.is_withdrawn(prefix, 0):
                     raise
-        yield incoming.parts(number, bucket)
+        yield incoming.rounds[number], bucket
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    joined.done.set()
+    if joined.last is not None:
+        joined.last.end()
     joined.store.set(f"{prefix}/received/{joined.identity}", "")
 
 
@@ -204,7 +248,7 @@ def _join(update_info: dict[str, Any], device: torch.device) -> Membership:
 def _schedule(joined: Membership, trainers: int, bucket_bytes: int) -> Schedule:
     """As the trainer works it out: the same all through its life."""
     if joined.schedule is None:
-        table = Table.unpack(joined.store.get("table"))
+        table = joined.told()
         holdings = [unpack_boxes(joined.store.get(f"holds/{rank}"), table) for rank in range(trainers)]
         joined.schedule = Schedule.of(table, holdings, bucket_bytes)
     return joined.schedule
@@ -217,7 +261,7 @@ def _enter(joined: Membership, update_info: dict[str, Any], device: torch.device
         joined.wants, joined.wanted = wants, None
         if wants is not None:
             joined.num_wants += 1
-            joined.wanted = wants.boxes(Table.unpack(store.get("table")))
+            joined.wanted = wants.boxes(joined.told())
             set_bytes(store, f"wants/{joined.identity}/{joined.num_wants}", pack_boxes(joined.wanted))
     number = 0 if wants is None else joined.num_wants
     come = {"identity": joined.identity, "name": joined.name, "wants": number, "absent": update_info.get("absent", 0)}
@@ -232,16 +276,14 @@ def _enter(joined: Membership, update_info: dict[str, Any], device: torch.device
         mine = party.members.index(joined.identity) if party.number else 0
         messages = [schedule.message(rank, mine, joined.wanted) for rank in range(party.trainers)]
         joined.incoming = Incoming(schedule, messages, update_info["checksums"])
+    taking = joined.begin(update_info)
     try:
         if joined.group is None and party.number:
             rank = party.trainers + party.members.index(joined.identity)
-            joined.group = make_group(store, party.number, rank, party.size, device, limit_s)
+            joined.group = make_group(store, party.number, rank, party.size, device, limit_s, taking.withdrawn)
     except RuntimeError:
         if not joined.is_withdrawn(prefix, limit_s):
             raise
-    joined.done.set()
-    joined.done = threading.Event()
-    threading.Thread(target=joined.watch, args=(update_info,), daemon=True).start()
     return joined.incoming
 
 

@@ -143,12 +143,32 @@ def _offsets(
 
 def turns(pieces: list[Boxes]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """For each rank (its number among those that hold the same piece [P], how many they are [P])."""
-    everything = np.concatenate(pieces)
-    _, same, count = np.unique(everything, axis=0, return_inverse=True, return_counts=True)
-    same = same.reshape(-1)
+    same, count = alike(np.concatenate(pieces))
     order = np.argsort(same, kind="stable")  # ranks in order among the same
     begins = np.cumsum(count) - count
     turn = np.empty(len(same), dtype=np.int64)
     turn[order] = np.arange(len(same)) - begins[same[order]]
     ends = np.cumsum([len(p) for p in pieces])[:-1]
     return list(zip(np.split(turn, ends), np.split(count[same], ends), strict=True))
+
+
+def alike(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For rows [N, C] of numbers from 0 on: (the number of each among those that differ [N], how many are of each). By
+    keys of one number, which are sorted ten times as fast as rows are.
+    """
+    key, size = np.zeros(len(rows), dtype=np.int64), 1
+    for column in rows.T:
+        width = int(column.max(initial=0)) + 1
+        if size * width >= 1 << 63:
+            key, size = _renumbered(key)
+        if size * width >= 1 << 63:
+            column, width = _renumbered(column)
+        key, size = key * width + column, size * width
+    _, same, count = np.unique(key, return_inverse=True, return_counts=True)
+    return same, count
+
+
+def _renumbered(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """The same order without gaps, and how many there are."""
+    unlike, renumbered = np.unique(numbers, return_inverse=True)
+    return renumbered, len(unlike)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.payload import Payload
 
-from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.transport.frames import Message
 
 HEAD_S = 15.0  # from connecting, or from the last answer, until a whole head must have come
@@ -82,17 +79,3 @@ async def read_body(request: web.Request, most: int) -> bytes:
     except TimeoutError as error:
         raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_S:g} s") from error
     return bytes(data)
-
-
-def address_towards(urls: Sequence[str], own: str) -> str:
-    """The address of this host at which those who listen at `urls` reach it; `own` where nobody is elsewhere, or where
-    it is no loopback itself.
-    """
-    others = [parts for url in urls if (parts := urlsplit(url)).hostname not in LOOPBACK_HOSTS]
-    if not others or own not in LOOPBACK_HOSTS:
-        return own
-    host, port = others[0].hostname or "", others[0].port or 80
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: it asks which way a packet would go
-        return str(probe.getsockname()[0])

@@ -91,7 +91,7 @@ class Shelf:
         """A box at an offset of a buffer: [rows, columns]."""
         dtype, count = DTYPES[self.table.dtypes[box[TENSOR]]], box[ROWS] * box[COLUMNS]
         if not count:
-            return torch.empty(box[ROWS], box[COLUMNS], dtype=dtype)
+            return torch.empty(box[ROWS], box[COLUMNS], dtype=dtype, device="cpu")
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(box[ROWS], box[COLUMNS])
 
     def fill(self, buffer: Any, parts: Iterable[Tensor], origin: int = 0) -> NDArray[np.uint32]:
@@ -189,7 +189,9 @@ class Assembly:
             if number not in self.found:
                 rows, columns = int(self.table.rows[number]), int(self.table.columns[number])
                 place = self.place
-                self.found[number] = place(number) if place else torch.empty(rows, columns, dtype=data.dtype)
+                self.found[number] = (
+                    place(number) if place else torch.empty(rows, columns, dtype=data.dtype, device="cpu")
+                )
                 self.left[number] = rows * columns
             self.left[number] -= data.numel()
         part = self.found[number][box[ROW] : box[ROW] + box[ROWS], box[COLUMN] : box[COLUMN] + box[COLUMNS]]

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.config.loopback import LOOPBACK_HOSTS
 from prl.runtime.process.child import ChildContext
 from prl.runtime.process.ports import RENDEZVOUS
 

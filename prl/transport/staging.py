@@ -14,7 +14,8 @@ from torch import Tensor
 
 from prl.transport.boxes import COLUMN, COLUMNS, ROW, ROWS, TENSOR
 from prl.transport.flat import DTYPES
-from prl.transport.rounds import SUM_BYTES, Message, Schedule, Share
+from prl.transport.moves import Moves
+from prl.transport.rounds import SUM_BYTES, Message, Schedule
 
 
 @dataclass
@@ -119,24 +120,6 @@ def fill(bucket: Tensor, runs: list[_Cast]) -> None:
         torch._foreach_copy_(places, values, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A box from a bucket to the bytes at `offset` of what is sent: `size` elements, [rows, columns]."""
-
-    dtype: torch.dtype
-    offset: int
-    source: int  # byte of the bucket
-    rows: int
-    columns: int
-    row_stride: int  # elements, in the bucket
-
-    def goes_on(self, before: _Move) -> bool:
-        """Whether both are one run of bytes. Those have one row."""
-        length = before.columns * before.dtype.itemsize
-        straight = self.rows == before.rows == 1 and self.dtype == before.dtype
-        return straight and before.offset + length == self.offset and before.source + length == self.source
-
-
 class Outgoing:
     """What one trainer rank sends in each round, to engine processes by their number."""
 
@@ -147,26 +130,27 @@ class Outgoing:
         begins = np.cumsum(given, axis=1) - given
         self.sizes: list[list[int]] = given.tolist()
         self.bytes = int(given.sum(axis=1).max(initial=0))
-        self.moves: list[list[_Move]] = [[] for _ in range(schedule.rounds)]
-        for engine, message in enumerate(messages):
-            for number, move in _moves(schedule, share, message, begins[:, engine]):
-                runs = self.moves[number]
-                if runs and move.goes_on(runs[-1]):
-                    last = runs.pop()
-                    move = _Move(last.dtype, last.offset, last.source, 1, last.columns + move.columns, 0)
-                runs.append(move)
+        boxes, piece, number, offset = (
+            np.concatenate([getattr(m, name) for m in messages]) for name in ("boxes", "piece", "round", "offset")
+        )
+        engine = np.repeat(np.arange(len(messages)), [len(m.boxes) for m in messages])
+        whole, itemsize = share.pieces[piece], schedule.table.itemsizes[boxes[:, TENSOR]]
+        before = (boxes[:, ROW] - whole[:, ROW]) * whole[:, COLUMNS] + boxes[:, COLUMN] - whole[:, COLUMN]
+        width = boxes[:, COLUMNS] * itemsize
+        moves = Moves(
+            source=share.offset[piece] + before * itemsize,
+            source_step=whole[:, COLUMNS] * itemsize,
+            target=begins[number, engine] + offset,
+            target_step=width,
+            rows=boxes[:, ROWS],
+            width=width,
+            memory=np.zeros_like(number),
+        )
+        self.moves = moves.by_round(number, schedule.rounds)
 
     def pack(self, number: int, bucket: Tensor, given: Tensor) -> Tensor:
         """The messages of a round, from its lap's bucket into `given`; both [n] uint8. Returns what of it is sent."""
-        places, boxes = [], []
-        for move in self.moves[number]:
-            nbytes = move.rows * move.columns * move.dtype.itemsize
-            place = given[move.offset : move.offset + nbytes].view(move.dtype)
-            places.append(place.view(move.rows, move.columns))
-            values = bucket[move.source : bucket.numel() // ALIGNED * ALIGNED].view(move.dtype)
-            boxes.append(values.as_strided((move.rows, move.columns), (move.row_stride, 1)))
-        if places:
-            torch._foreach_copy_(places, boxes, non_blocking=True)
+        self.moves[number].run(bucket, [given])
         if self.verify:
             begin = 0
             for size in self.sizes[number]:
@@ -175,28 +159,3 @@ class Outgoing:
                     given[end : end + 8].view(torch.int64).copy_(checksum(given[begin:end]))
                 begin += size
         return given[: sum(self.sizes[number])]
-
-
-ALIGNED = 8  # bytes: no element is longer
-
-
-def _moves(schedule: Schedule, share: Share, message: Message, begins: np.ndarray) -> Iterator[tuple[int, _Move]]:
-    """(Round, what is copied) for each box of a message, which begins at `begins` [R] of what is sent."""
-    pieces, boxes, table = share.pieces[message.piece], message.boxes, schedule.table
-    itemsize = table.itemsizes[boxes[:, TENSOR]]
-    within = (boxes[:, ROW] - pieces[:, ROW]) * pieces[:, COLUMNS] + boxes[:, COLUMN] - pieces[:, COLUMN]
-    sources = share.offset[message.piece] + within * itemsize
-    offsets = begins[message.round] + message.offset
-    rows, columns = boxes[:, ROWS].copy(), boxes[:, COLUMNS].copy()
-    straight = (columns == pieces[:, COLUMNS]) | (rows == 1)  # as they lie in the bucket, so does the box
-    columns[straight] *= rows[straight]
-    rows[straight] = 1
-    columns_of = zip(
-        message.round.tolist(), boxes[:, TENSOR].tolist(), offsets.tolist(), sources.tolist(),
-        rows.tolist(), columns.tolist(), pieces[:, COLUMNS].tolist(), strict=True,
-    )  # fmt: skip
-    for number, tensor, offset, source, row_count, column_count, stride in columns_of:
-        if row_count * column_count:
-            dtype = DTYPES[table.dtypes[tensor]]
-            bits = torch.uint8 if dtype.itemsize == 1 else dtype
-            yield number, _Move(bits, offset, source, row_count, column_count, stride)

@@ -7,13 +7,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from prl.transport.addresses import family_of
+
 BACKLOG = 1024
-
-
-def family_of(address: str) -> socket.AddressFamily:
-    """Of a name or number of this host. Raises OSError for one that does not resolve."""
-    families = [found[0] for found in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    return socket.AF_INET if socket.AF_INET in families else families[0]  # names that have both meant IPv4 always
 
 
 def serve_store(address: str, timeout: timedelta) -> dist.TCPStore:

@@ -23,7 +23,7 @@ PINNED_BYTES = 16 << 20  # of one buffer
 BUFFERS = 8  # of the ring
 THREADS = 4  # that fill them
 CHUNK_BYTES = 64 << 20  # of tensors that are handed on together, so that many are copied on in one kernel
-NOTHING = torch.empty(0, dtype=torch.uint8)
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass

@@ -32,7 +32,7 @@ def pinned_buffers() -> SimpleQueue[Tensor]:
 def _made_once() -> SimpleQueue[Tensor]:
     free: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(BUFFERS):
-        free.put(torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+        free.put(torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available()))
     return free
 
 

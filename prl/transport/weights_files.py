@@ -175,13 +175,14 @@ def _join_parts(path: Path, tensors: dict[str, list[Any]]) -> Iterator[tuple[str
         files: dict[str, Any] = {}
         for name, (dtype, shape, parts) in tensors.items():
             size_of(dtype, shape)
-            matrix = torch.empty(shape, dtype=DTYPES[dtype]).view(shape[0] if shape else 1, prod(shape[1:]))
+            rows, columns = shape[0] if shape else 1, prod(shape[1:])
+            matrix = torch.empty(rows, columns, dtype=DTYPES[dtype], device="cpu")
             left = matrix.numel()
-            for file_name, row, rows, column, columns in parts:
+            for file_name, row, height, column, width in parts:
                 if file_name not in files:
                     files[file_name] = stack.enter_context(safe_open(path / Path(file_name).name, framework="pt"))
-                place = matrix[row : row + rows, column : column + columns]
-                place.copy_(files[file_name].get_tensor(name).view(rows, columns))
+                place = matrix[row : row + height, column : column + width]
+                place.copy_(files[file_name].get_tensor(name).view(height, width))
                 left -= place.numel()
             if left:
                 raise ValueError(f"{path}: the parts of {name} are not the whole")

@@ -202,7 +202,9 @@ class NcclPublisher:
             self.party, self.outgoing = party, self._outgoing(party)
             self.given = [Bucket.of(self.outgoing.bytes, self.device) for _ in range(BUCKETS)]
         if self.group is None and party.number:
-            self.group = make_group(self.store, party.number, self.rank, party.size, self.device, self.timeout_s)
+            self.group = make_group(
+                self.store, party.number, self.rank, party.size, self.device, self.timeout_s, self.withdrawn
+            )
             self.members = names
 
     def _outgoing(self, party: Party) -> Outgoing:
@@ -265,7 +267,7 @@ class NcclPublisher:
         """In another thread, of ranks that are not told: leave a group that is given up."""
         store = connect(self.store.host, self.store.port, self.timeout_s)
         while not done.wait(WATCH_S):
-            if store.check([key]):
+            if store.check([key]) and not done.is_set():  # else it may be the next publication's turn
                 self.withdrawn.set()
                 if self.group is not None:
                     self.group.drop()

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from prl.transport.addresses import family_of
 from prl.transport.boxes import Table
 from prl.transport.buckets import Announce
 from prl.transport.shelves import THREADS, Assembly, Gather, Keeper, Shelf, alone, pack_head, read_head
-from prl.transport.stores import family_of
 
 KEY_BYTES = 32
 KEY_S = 10.0  # until it must have come

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from prl.config.console import leave_interrupted, one_line, shield_console
 from prl.config.errors import UserError
+from prl.config.loopback import LOOPBACK_HOSTS
 from prl.config.place_names import a_path
-from prl.config.rules.rl import LOOPBACK_HOSTS
 from prl.runtime.directory.files import find_directories, refuse_unreadable
 from prl.runtime.people.faults import holds_run
 from prl.watch.server import make_token, serve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prl.config.chosen import said_by_user
 from prl.config.keys import as_override
-from prl.config.rules.external import on_loopback
+from prl.config.loopback import on_loopback
 from prl.config.rules.rule import Refuse, each_of
 
 KEYS = ("served_model", "api_key_var", "tau")

@@ -149,6 +149,11 @@ def _rl(config: RunConfig, world: World) -> Iterator[Idle]:
             ("inference.deep_gemm",), "inference.quantization=null", "DeepGEMM's kernels multiply FP8 weights",
             "inference.quantization=fp8" + to_sixteen_bits(config),
         )  # fmt: skip
+    if config.bench is not None:
+        yield Idle(("ckpt.from_run", "ckpt.from_step"), f"job={config.job}", "a benchmark begins with fresh weights")
+    elif config.ckpt.from_run is None:
+        where, why = "ckpt.from_run=null", "the run begins with no checkpoint of another"
+        yield Idle(("ckpt.from_step",), where, why, "ckpt.from_run=outputs/RUN")
     if config.job == "rl":
         yield from _algo(config)
         yield from _eval(config)

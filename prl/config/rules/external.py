@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from prl.config.chosen import said_by_user
 from prl.config.errors import UserError
 from prl.config.keys import as_override, field_of
-from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.config.loopback import on_loopback
 from prl.config.rules.rule import Refuse
 from prl.config.schema import RunConfig
 from prl.config.world import World
@@ -21,11 +20,6 @@ OF_STARTING = (
     *("all2all_backend", "quantization", "deep_gemm", "env", "vllm", "kv_offload", "pd"),
 )
 READ_ALL_THE_SAME = ("max_num_seqs",)  # also how many rollouts an adaptive limit begins with
-
-
-def on_loopback(urls: tuple[str, ...]) -> list[str]:
-    """Those that only this machine reaches."""
-    return [url for url in urls if urlsplit(url).hostname in LOOPBACK_HOSTS]
 
 
 def asked_servers(config: RunConfig) -> list[tuple[str, ...]]:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from prl.config.errors import UserError
+from prl.config.place_names import as_file_name, is_file_name
 from prl.config.schema import RunConfig
 from prl.config.world import World
-
-MAX_BYTES = 128  # directories add a time to it, logs a role
-UNFIT = re.compile(r"[/\\\x00-\x1f\x7f]|^[.-]|^$")
-
-
-def is_file_name(name: str) -> bool:
-    """Whether it names something in the directory where it is put, and nothing elsewhere or hidden."""
-    return not UNFIT.search(name) and len(name.encode(errors="replace")) <= MAX_BYTES and name.isprintable()
-
-
-def as_file_name(name: str) -> str:
-    """The nearest name that is one."""
-    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).strip(".-")[:MAX_BYTES] or "unnamed"
 
 
 def names_stay_in_their_directory(config: RunConfig, world: World) -> Iterator[UserError]:

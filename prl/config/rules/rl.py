@@ -12,7 +12,6 @@ from prl.config.schema import RunConfig
 from prl.config.world import World
 
 LAST_PORT = 65535
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 there_is_an_engine = Refuse(

@@ -8,9 +8,11 @@ import os
 import re
 import stat
 import sys
+from collections import deque
 
 from prl.config.errors import UserError
 
+ANSWERS_AFTER = 8  # no fewer than steps that vLLM has under way at a time: 2, with pipeline stages one for each
 MAX_BYTES = 1 << 20  # of the log, from where all was well
 MAX_LINES = 8  # of what an error says
 LOGGED = r"^(\(\w+ pid=\d+\) ERROR [^\[]*\[[\w.]+:\d+\] )"  # (Worker pid=7) ERROR 11-22 21:46:23 [core.py:10]
@@ -39,6 +41,26 @@ def root_cause(begin: int | None) -> tuple[str, str] | None:
     with open("/proc/self/fd/2", "rb") as file:
         file.seek(begin)
         return first_error(file.read(MAX_BYTES).decode(errors="replace"))
+
+
+class Asked:
+    """How far the log had come at each question whether the engine is well, from the first on.
+
+    An answer does not say that all is well yet: while a step waits for its worker, which has failed and logged why, the
+    engine may begin another, and answers between them.
+    """
+
+    def __init__(self) -> None:
+        self.ends = deque([log_end()], maxlen=ANSWERS_AFTER + 1)
+
+    def again(self) -> None:
+        """The last question was answered."""
+        self.ends.append(log_end())
+
+    @property
+    def in_health(self) -> int | None:
+        """What the engine dies of is logged after this."""
+        return self.ends[0]
 
 
 def cause_of_death(error: Exception, begin: int | None) -> RuntimeError:

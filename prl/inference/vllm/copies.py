@@ -6,14 +6,18 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from prl.transport.boxes import Boxes, Table
+from prl.transport.boxes import COLUMN, COLUMNS, ROW, ROWS, TENSOR, Boxes, Table, intersect_numbered
 from prl.transport.buckets import Chunk
-from prl.transport.receiving_nccl import Part
+from prl.transport.flat import DTYPES
+from prl.transport.moves import Moves, bytes_of
+from prl.transport.receiving_nccl import Round
 
 
 class Box(NamedTuple):
@@ -23,12 +27,6 @@ class Box(NamedTuple):
     rows: int
     column: int
     columns: int
-
-    def common(self, other: Box) -> Box | None:
-        row, column = max(self.row, other.row), max(self.column, other.column)
-        rows = min(self.row + self.rows, other.row + other.rows) - row
-        columns = min(self.column + self.columns, other.column + other.columns) - column
-        return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
     def of(self, matrix: Tensor, origin: Box) -> Tensor:
         """This box of a matrix that is the box `origin`."""
@@ -82,12 +80,85 @@ class Copy:
         return self.target.view(box.rows, box.columns)
 
 
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where C boxes of a checkpoint's tensors go: each into a matrix that is a part of a memory."""
+
+    boxes: Boxes  # [C, 5]
+    matrices: list[Tensor]  # [rows, columns] each
+    memories: list[Tensor]  # [n] uint8, each of one or more of them
+    memory: NDArray[np.int64]  # the number of each one's, [C]
+    begin: NDArray[np.int64]  # where in it each begins, [C], bytes
+    step: NDArray[np.int64]  # from one row to the next, [C], bytes
+    converts: NDArray[np.bool_]  # [C], whether more has to be done than to copy rows of bytes
+
+    @staticmethod
+    def of(table: Table, copies: Iterable[tuple[int, Copy, Box]]) -> Places:
+        """Of copies of the tensors of these numbers in `table`, which take these boxes."""
+        boxes: list[tuple[int, ...]] = []
+        matrices: list[Tensor] = []
+        figures: list[tuple[int, ...]] = []
+        memories: dict[int, int] = {}
+        whole: list[Tensor] = []
+        for number, copy, box in copies:
+            matrix, storage = copy.matrix(box), copy.target.untyped_storage()
+            if (place := memories.setdefault(storage.data_ptr(), len(whole))) == len(whole):
+                whole.append(bytes_of(copy.target))
+            (down, right), itemsize = matrix.stride(), matrix.itemsize
+            is_odd = matrix.dtype != DTYPES[table.dtypes[number]] or (right != 1 and box.columns > 1)
+            boxes.append((number, *box))
+            matrices.append(matrix)
+            figures.append((place, int(matrix.storage_offset()) * itemsize, down * itemsize, is_odd))
+        memory, begin, step, converts = np.array(figures, dtype=np.int64).reshape(-1, 4).T
+        return Places(np.array(boxes, np.int64).reshape(-1, 5), matrices, whole, memory, begin, step, converts > 0)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What becomes of all that comes in one `Round`, as long as somebody has that."""
+
+    places: Places
+    moves: Moves
+    converted: list[tuple[int, int, Box]]  # of a box that came, into a matrix: what of the tensor
+
+    @staticmethod
+    def of(arrived: Round, places: Places) -> Filling:
+        piece, place, common = intersect_numbered(arrived.boxes, places.boxes)
+        come, box = arrived.boxes[piece], places.boxes[place]
+        itemsize, step = arrived.table.itemsizes[common[:, TENSOR]], places.step[place]
+        before = (common[:, ROW] - come[:, ROW]) * come[:, COLUMNS] + common[:, COLUMN] - come[:, COLUMN]
+        down, right = common[:, ROW] - box[:, ROW], common[:, COLUMN] - box[:, COLUMN]
+        moves = Moves(
+            source=arrived.begin[piece] + before * itemsize,
+            source_step=come[:, COLUMNS] * itemsize,
+            target=places.begin[place] + down * step + right * itemsize,
+            target_step=step,
+            rows=common[:, ROWS],
+            width=common[:, COLUMNS] * itemsize,
+            memory=places.memory[place],
+        )
+        converts = places.converts[place]
+        odd = zip(piece[converts].tolist(), place[converts].tolist(), common[converts, 1:].tolist(), strict=True)
+        converted = [(come, place, Box(*numbers)) for come, place, numbers in odd]
+        return Filling(places, moves.at(~converts).joined(), converted)
+
+    def run(self, arrived: Round, bucket: Tensor) -> None:
+        self.moves.run(bucket, self.places.memories)
+        for piece, place, common in self.converted:
+            part = arrived.part(piece, bucket)
+            come = Box(part.row, part.data.shape[0], part.column, part.data.shape[1])
+            into = Box(*self.places.boxes[place, 1:].tolist())
+            common.of(self.places.matrices[place], into).copy_(common.of(part.data, come))
+
+
 @dataclass
 class Copies:
     """What becomes of each tensor that arrives; those of other ranks' experts become nothing."""
 
     of: dict[str, list[Copy]] = field(default_factory=dict)
     form: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    _places: tuple[Table, Places] | None = field(default=None, init=False)  # of the last checkpoint's tensors
+    _fillings: WeakKeyDictionary[Round, Filling] = field(default_factory=WeakKeyDictionary, init=False)
 
     @cached_property
     def boxes_of(self) -> dict[str, list[tuple[Copy, Box | None]]]:
@@ -107,9 +178,14 @@ class Copies:
         self._check_forms(arriving)
         if missing := self.of.keys() - arriving.keys():
             raise _missing(missing)
-        numbered = ((number, box) for number, name in enumerate(table.names) for _, box in self.boxes_of[name])
-        found = list(dict.fromkeys((number, *box) for number, box in numbered if box is not None))
-        return np.array(found, dtype=np.int64).reshape(-1, 5)
+        return np.unique(self._places_of(table).boxes, axis=0)
+
+    def _places_of(self, table: Table) -> Places:
+        if self._places is None or self._places[0] is not table:
+            copies = [(number, *both) for number, name in enumerate(table.names) for both in self.boxes_of[name]]
+            as_boxes = [(number, copy, box) for number, copy, box in copies if box is not None]
+            self._places = table, Places.of(table, as_boxes)
+        return self._places[1]
 
     def _check_forms(self, arriving: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         for name, form in arriving.items():
@@ -117,17 +193,12 @@ class Copies:
                 raise ValueError(f"{name}: {form[1]} {list(form[0])}, before {self.form.get(name)}")
 
     @torch.no_grad()
-    def repeat_parts(self, arriving: Iterable[list[Part]]) -> None:
-        """From all that `boxes` named, in parts as they come; they are not kept until the next ones."""
-        for parts in arriving:
-            pairs = []
-            for part in parts:
-                come = Box(part.row, part.data.shape[0], part.column, part.data.shape[1])
-                for copy, box in self.boxes_of[part.name]:
-                    common = None if box is None else box.common(come)
-                    if box is not None and common is not None:
-                        pairs.append((common.of(copy.matrix(box), box), common.of(part.data, come)))
-            _copy_all(pairs)
+    def repeat_rounds(self, arriving: Iterable[tuple[Round, Tensor]]) -> None:
+        """From all that `boxes` named, as it comes in buckets, [n] uint8; they are not kept until the next ones."""
+        for arrived, bucket in arriving:
+            if arrived not in self._fillings:
+                self._fillings[arrived] = Filling.of(arrived, self._places_of(arrived.table))
+            self._fillings[arrived].run(arrived, bucket)
 
     @torch.no_grad()
     def repeat(self, chunks: Iterable[Chunk]) -> None:

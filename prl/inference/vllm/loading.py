@@ -29,7 +29,7 @@ from prl.inference.vllm.copies import Copies, Copy
 from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
 from prl.transport.buckets import Chunk
 from prl.transport.kinds import DEVICE_TRANSPORTS
-from prl.transport.receiving_nccl import Part, receive_parts
+from prl.transport.receiving_nccl import Round, receive_rounds
 from prl.transport.to_gpu import on_device
 from prl.transport.weights import stage
 
@@ -60,7 +60,7 @@ class StagedParts:
     """What a trainer sends of `wants`: all of it."""
 
     wants: Copies
-    arriving: Iterator[list[Part]]
+    arriving: Iterator[tuple[Round, Tensor]]
 
 
 Staged = Iterable[Chunk] | StagedParts
@@ -95,7 +95,7 @@ class WeightLoader:
     def stage(self, update_info: dict[str, Any], verify: bool, device: torch.device) -> Staged:
         """A version, or some of its tensors, for `load_staged`. Raises as `prl.transport.weights.stage` does."""
         if update_info["type"] == "nccl" and (wants := self.wants) is not None:
-            return StagedParts(wants, receive_parts(update_info, device, wants))
+            return StagedParts(wants, receive_rounds(update_info, device, wants))
         chunks = stage(update_info, verify, device)
         if update_info["type"] in DEVICE_TRANSPORTS or not self.in_place or get_world_group().world_size > 1:
             return chunks  # of several processes each wants parts of what the host has
@@ -106,7 +106,7 @@ class WeightLoader:
         chunks: list[Iterable[Chunk]] = []
         for offered in staged:
             if isinstance(offered, StagedParts):
-                offered.wants.repeat_parts(offered.arriving)
+                offered.wants.repeat_rounds(offered.arriving)
             else:
                 chunks.append(offered)
         if chunks:

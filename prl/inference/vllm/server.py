@@ -41,7 +41,7 @@ from prl.config.rules.vllm import off_cpus
 from prl.config.schema import RunConfig
 from prl.inference.guard import doors_of
 from prl.inference.lease import Lease
-from prl.inference.vllm.causes import REFUSALS, cause_of_death, log_end, refused, root_cause
+from prl.inference.vllm.causes import REFUSALS, Asked, cause_of_death, log_end, refused, root_cause
 from prl.inference.vllm.flat_logprobs import answer_flat
 from prl.inference.vllm.guarding import Guard, TimedProtocol
 from prl.inference.vllm.versions import bind_stores, is_old, name_first_weights, run_headless, server_parts
@@ -309,7 +309,7 @@ async def watch(
     ctx: ChildContext, engine: AsyncLLMEngine, server: asyncio.Task[None], lease: Lease | None = None
 ) -> None:
     """Show life while the engine does: a question that its busy loop itself must answer. Raises when it is dead."""
-    alive_at = asked_at = log_end()
+    asked = Asked()
     probe = asyncio.create_task(engine.is_paused())
     while not ctx.stop_requested:
         if server.done():
@@ -319,13 +319,13 @@ async def watch(
             await engine.check_health()
             if probe.done():
                 probe.result()
+            if lease is not None:
+                await lease.tick()
         except EngineDeadError as error:
-            raise cause_of_death(error, alive_at) from error
+            raise cause_of_death(error, asked.in_health) from error
         if probe.done():
             ctx.beat()
-            alive_at, asked_at = asked_at, log_end()
+            asked.again()
             probe = asyncio.create_task(engine.is_paused())
-        if lease is not None:
-            await lease.tick()
         await asyncio.sleep(POLL_S)
     probe.cancel()

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prl.models.device import HostCopy
 from prl.models.experts.dispatch import ExpertWork, collect, spread, spread_scalars
 from prl.models.experts.placement import Places, invert, place
-from prl.models.experts.trips import HostCopy, Trip, Trips
+from prl.models.experts.trips import Trip, Trips
 
 
 class AllToAllDispatch:

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prl.models.device import HostCopy
 from prl.models.experts.all_to_all import Here, Route, cut, join, join_labels, reached, run_experts, split_labels
 from prl.models.experts.dispatch import ExpertWork
-from prl.models.experts.trips import HostCopy, Trips
+from prl.models.experts.trips import Trips
 
 
 class HierarchicalDispatch:

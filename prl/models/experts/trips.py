@@ -92,18 +92,3 @@ class Arrive(torch.autograd.Function):
         if trip.meanwhile is not None:
             trip.meanwhile()
         return grad, None  # to keep it until `Depart`, which knows better
-
-
-class HostCopy:
-    """A small device tensor on its way to the host, so that the device can be given work before the host waits."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values.to("cpu", non_blocking=True)  # into pinned memory
-        self.arrived = torch.cuda.Event() if values.is_cuda else None
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def wait(self) -> Tensor:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values

@@ -32,7 +32,7 @@ from prl.runtime.external import (
 )
 from prl.runtime.process.child import ChildContext
 from prl.runtime.process.keys import RunKeys
-from prl.transport.serving import address_towards
+from prl.transport.addresses import address_towards
 
 log = logging.getLogger("prl.engines")
 

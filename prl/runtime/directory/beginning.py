@@ -8,6 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from prl.config.branching import RECORD as BRANCH
 from prl.config.errors import UserError
 from prl.runtime.directory.files import read_object_or_default, replace_file
 
@@ -44,6 +45,8 @@ def refuse_other_weights(run_dir: Path, path: Path, frozen: str) -> None:
     if isinstance(commit, str) and _commit_of(path) is not None:
         name = path.parent.parent.name.removeprefix("models--").replace("--", "/")
         fix = f"hf download {name} --revision {commit} brings them back, and the same command resumes"
+    if other := read_object_or_default(run_dir / BRANCH, {}).get("run"):
+        fix = f"model.path, model.init_seed and warm_start as {other} has them, if they differ; else {fix}"
     raise UserError(
         "The weights that the run began with have been replaced.",
         where=str(path),

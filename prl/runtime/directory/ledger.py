@@ -35,6 +35,12 @@ def read_failures(sweep_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_objects(sweep_dir / LEDGER) if isinstance(row.get("class"), str)]
 
 
+def last_failure(point: Path) -> str:
+    """Class and first line of a point's last failed attempt; "" for none."""
+    rows = [row for row in read_failures(point.parent) if row.get("point") == point.name]
+    return f"{rows[-1]['class']}: {str(rows[-1].get('message')).partition(chr(10))[0]}" if rows else ""
+
+
 def summarise_failures(sweep_dir: Path) -> str:
     """`failed attempts: 2 node (2 requeued), 1 oom`, or nothing."""
     rows = read_failures(sweep_dir)

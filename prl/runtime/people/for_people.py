@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.config.loopback import LOOPBACK_HOSTS
 from prl.planning.run_plan import RunPlan
 from prl.runtime.nodes.job_nodes import own_hosts
 from prl.runtime.process.keys import RunKeys

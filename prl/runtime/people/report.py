@@ -132,7 +132,7 @@ def _table(job: str, rows: list[Row]) -> Any:
     table = Table(box=None, pad_edge=False)
     for heading in ("step", *columns.values()):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in _thin(rows):
+    for row in _thin([row for row in rows if any(is_number(row.get(key)) for key in columns)]):
         cells = (_format(row[key]) if is_number(row.get(key)) else "" for key in columns)
         table.add_row(str(row["step"]), *cells)
     return table

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from prl.config.block_fp8 import sends_blocks
-from prl.config.rules.rl import LOOPBACK_HOSTS
+from prl.config.loopback import LOOPBACK_HOSTS
 from prl.models.adapters.peft import peft_config, peft_tensors
 from prl.models.checkpoints.writing import hf_tensors
 from prl.models.layers.decoder import Decoder
@@ -19,9 +19,9 @@ from prl.planning.run_plan import RunPlan
 from prl.runtime.process.child import ChildContext
 from prl.trainer.owned import Owned, owned_by
 from prl.trainer.world import World, gather_bytes, meet
+from prl.transport.addresses import address_towards
 from prl.transport.buckets import Announce
 from prl.transport.nccl_group import connect
-from prl.transport.serving import address_towards
 from prl.transport.shelves import alone
 from prl.transport.stores import serve_store
 from prl.transport.weights import Publisher, make_publisher
