@@ -188,7 +188,6 @@ PERMITS = {
     "parallelism.allow_cp_across_nodes": "parallelism.allow_cp_across_nodes=true",
     "eval.run": "eval.run=",  # of a directory that holds a run; what it does then: test_evaluator.py
     "eval.step": "eval.step has no effect",  # without one
-    "ckpt.from_run": "ckpt.from_run=",  # of a directory that holds a run; what it does then: test_branching.py
     "ckpt.from_step": "ckpt.from_step has no effect",  # without one
     "model.card.cp_styles": "its card allows: ring",
     "model.card.ac_targets": "its card allows: norm",

@@ -44,6 +44,7 @@ MEASURED = {
     "ckpt.at_end": "test_keys_sft.py::test_what_a_run_leaves_at_its_end",
     "ckpt.export_dtype": "test_keys_sft.py::test_an_export_is_in_the_dtype_that_is_asked_for",
     "ckpt.export_hf": "test_keys_sft.py::test_what_a_run_leaves_at_its_end",
+    "ckpt.from_run": "test_branching.py::test_a_branch_is_the_run_that_went_on",
     "ckpt.interval": "test_slow_commits.py::test_training_goes_on_while_a_checkpoint_is_committed",
     "ckpt.keep": "test_slow_commits.py::test_training_goes_on_while_a_checkpoint_is_committed",
     "debug.deterministic": "test_keys_trainer.py::test_deterministic_kernels_are_asked_for",
