@@ -19,8 +19,10 @@ from prl.config.schema import RunConfig
 from prl.inference.vllm import launch, versions
 from prl.inference.vllm.causes import Asked, first_error, refused, root_cause
 from prl.planning.commands import render_commands
+from prl.planning.engine_memory import bytes_when_awake, engine_share, kv_cache_bytes
+from prl.planning.model_size import parameter_count
 from prl.planning.planner import make_plan
-from prl.planning.vllm_arguments import cpu_environment, kv_cache_bytes, server_arguments, to_argv
+from prl.planning.vllm_arguments import cpu_environment, server_arguments, to_argv
 
 ROOT = Path(__file__).parent.parent
 VLLM = "inference=vllm"
@@ -147,6 +149,53 @@ def test_an_engine_that_shares_its_gpu_sleeps_and_takes_half_of_it() -> None:
     assert "enable_sleep_mode" not in arguments("deployment=colocated", on_cpu=True), "CPUs have no such mode"
 
 
+SLEEPS = [VLLM, "deployment=colocated", "model=qwen3_0_6b", "inference.max_model_len=512"]
+H200_BYTES = 143771 << 20
+A_TOKEN = 28 * 2 * 8 * 128 * 2  # bytes: layers, keys and values, heads, head_dim, bfloat16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        (["inference.max_num_seqs=128", "inference.max_concurrent_rollouts=128"], 128 * 512),
+        (["inference.max_num_seqs=128", "inference.max_concurrent_rollouts=200"], 200 * 512),
+        (["inference.max_num_seqs=64", "inference.max_concurrent_rollouts=200", "deployment.num_infer_gpus=2",
+          "deployment.num_train_gpus=2"], 100 * 512),
+        (["inference.max_num_seqs=256", "inference.max_model_len=130"], 256 * 256),
+    ],
+)  # fmt: skip
+def test_the_cache_of_an_engine_that_sleeps_holds_what_there_may_be_at_once(overrides, tokens) -> None:
+    """In whole blocks, one of them vLLM's own: more would only have to be mapped at each waking."""
+    config = compose([*SLEEPS, *overrides])
+    role = make_plan(config).roles_of("inference")[0]
+    given = server_arguments(config, role, "/model", {}, on_cpu=False, gpu_bytes=H200_BYTES)
+    assert given["kv_cache_memory_bytes"] == (tokens + 128) * A_TOKEN
+    weights = given["kv_cache_memory_bytes"] + 2 * parameter_count(config.model.card)
+    assert weights < bytes_when_awake(config, H200_BYTES) < engine_share(config) * H200_BYTES
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["inference.sleep_level=0"],
+        ["deployment=disaggregated"],
+        ["deployment=colocated_overlapped"],
+        ["inference.max_model_len=32768", "seq_len=32768"],
+        ["inference.vllm.gpu_memory_utilization=0.15"],
+        ["inference.vllm.kv_cache_memory_bytes=1000000000"],
+        ["inference.vllm.speculative_config={method: ngram}"],
+        ["model=tiny_nemotron_h"],
+        ["model=tiny_deepseek_v3"],
+    ],
+)
+def test_else_its_size_is_vllms_to_choose(overrides: list[str]) -> None:
+    config = compose([*SLEEPS, *overrides])
+    role = make_plan(config).roles_of("inference")[0]
+    given = server_arguments(config, role, "/model", {}, on_cpu=False, gpu_bytes=H200_BYTES)
+    assert given.get("kv_cache_memory_bytes") == config.inference.vllm.get("kv_cache_memory_bytes")
+    assert bytes_when_awake(config, H200_BYTES) == int(engine_share(config) * H200_BYTES)
+
+
 def test_engines_take_tp_times_dp_devices() -> None:
     plan = make_plan(compose([VLLM, "inference.tp=2", "inference.dp=2", "deployment.num_infer_gpus=8"]))
     engines = [(role.rank, role.local_rank, role.world_size, role.devices) for role in plan.roles_of("inference")]
@@ -261,7 +310,7 @@ def test_the_cpu_cache_holds_what_may_run_at_once(tp: int, dtype: str, expected:
     heads = card.num_key_value_heads
     assert heads == 2
     assert (
-        kv_cache_bytes(config, config.inference.tp)
+        kv_cache_bytes(config, config.inference.tp, 4)
         == 9 * 128 * 2 * card.num_hidden_layers * heads * card.head_dim * expected
     )
 

@@ -461,16 +461,19 @@ def test_replicas_draw_the_same_random_weights():
     ("overrides", "free", "gives_back"),
     [
         (["inference=vllm"], 0.55, False),
-        (["inference=vllm"], 0.45, True),
+        (["inference=vllm"], 0.09, True),
+        (["inference=vllm", "model=qwen3_0_6b", "inference.max_num_seqs=4096"], 0.45, True),
         (["inference=vllm", "inference.vllm.gpu_memory_utilization=0.3"], 0.45, False),
         (["inference=vllm", "inference.sleep_level=0"], 0.1, False),
         (["inference=vllm", "deployment=disaggregated"], 0.1, False),
         ([], 0.9, True),
+        (["inference=vllm", "model=qwen3_0_6b"], 0.17, False),  # a tenth, 1.2 GB of weights, 7.5 of keys and values
+        (["inference=vllm", "model=qwen3_0_6b"], 0.15, True),
     ],
 )
 def test_a_waking_engine_finds_its_part_of_the_gpu(monkeypatch, overrides, free, gives_back) -> None:
-    calls = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 1000), 1000))
+    calls, total = [], 143771 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * total), total))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("gave back"))
     make_room(compose(["deployment=colocated", *overrides]), torch.device("cuda", 0))
     make_room(compose(["deployment=colocated", *overrides]), torch.device("cpu"))

@@ -11,6 +11,7 @@ from prl.forecast.hardware import Hardware
 from prl.forecast.layers import Layer, layers_of, root_weights
 from prl.forecast.setting import BF16, FLOAT32, Setting
 from prl.forecast.workload import Workload
+from prl.planning.engine_memory import engine_share
 from prl.planning.model_size import active_parameters
 from prl.planning.run_plan import EnginePlan, RunPlan
 
@@ -120,7 +121,7 @@ def room_for_cache(s: Setting, fleet: Fleet) -> float:
 
 def engine_part(config: RunConfig) -> float:
     """Of a GPU's memory, where an engine shares it."""
-    return config.deployment.infer_memory_fraction or 1.0
+    return engine_share(config) if config.deployment.type == "colocated" else 1.0
 
 
 def weight_bytes(s: Setting, fleet: Fleet) -> float:

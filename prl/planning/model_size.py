@@ -18,6 +18,11 @@ def parameter_count(card: ModelCard) -> int:
     return len(card.attention_layers) * _attention(card) + indexers + states + mlps + norms + embeddings
 
 
+def expert_parameters(card: ModelCard) -> int:
+    """Of all routed experts, which expert parallelism spreads."""
+    return len(card.sparse_layers) * card.num_experts * _expert(card)
+
+
 def active_parameters(card: ModelCard) -> int:
     """That multiply one token: projections, its experts, the router and the LM head.
 

@@ -12,6 +12,7 @@ from prl.config.engines import learns_truncated, logprobs_of_kept, own_of, vllm_
 from prl.config.families import FAMILIES
 from prl.config.schema import ModelCard, RunConfig
 from prl.config.world import takes_turns
+from prl.planning.engine_memory import bounded_cache_bytes, engine_share, expands_latents, kv_cache_bytes
 from prl.planning.run_plan import EnginePlan, RolePlan
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; a smaller one takes the next
@@ -19,10 +20,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; a
 PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
 BACKEND = "prl"  # weight_transfer_config.backend, as our plugin registers it
 
-CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPUs
-CPU_LATENT = (512, 64)  # numbers of a token, turned ones apart, that its latent attention on CPUs is compiled for
 JOINED = ("compilation_config", "hf_overrides")  # arguments of which inference.vllm may add to what is said here
-COLOCATED_MEMORY = 0.5  # of the GPU, for an engine that shares it with a trainer; inference.vllm may say otherwise
 MAX_PREFILL_TOKENS = 8192  # per step, as in the built-in engine
 
 
@@ -34,6 +32,7 @@ def server_arguments(
     *,
     on_cpu: bool,
     old: bool = False,
+    gpu_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of one process under vLLM's names; `inference.vllm` comes last and may add or override.
 
@@ -41,6 +40,7 @@ def server_arguments(
         model_path: the checkpoint directory of the initial weights.
         endpoints: where an engine of several processes meets, under `meeting_point(head)`.
         old: for vLLM 0.23.
+        gpu_bytes: memory of each of its GPUs, where that is known: by it an engine that sleeps has a smaller cache.
     """
     inference, model, engine = config.inference, config.model, role.engine
     assert engine is not None
@@ -68,6 +68,8 @@ def server_arguments(
     if config.deployment.type == "colocated" and not on_cpu:
         sleeps = takes_turns(config) and inference.sleep_level > 0
         arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": engine_share(config)}
+        if gpu_bytes and (cache := bounded_cache_bytes(config, gpu_bytes)):
+            arguments["kv_cache_memory_bytes"] = cache
     arguments |= data_parallel_arguments(config, engine, endpoints) | expert_arguments(config, engine)
     if config.weight_transport.type == "lora":
         rank = next(rank for rank in LORA_RANKS if rank >= config.memory_recipe.lora.rank)
@@ -108,15 +110,6 @@ def kept_parameters(config: RunConfig) -> dict[str, Any] | None:
         return None
     asked: dict[str, Any] = {"extra_args": {"kept_tokens": True}}
     return asked | ({"logprobs": logprobs_of_kept(config)} if config.inference.engine == "vllm" else {})
-
-
-def engine_share(config: RunConfig) -> float:
-    """Part of a GPU that an engine takes which shares it with a trainer; of the built-in one nobody says, so all."""
-    if (part := config.deployment.infer_memory_fraction) is not None:
-        return part
-    if config.inference.engine != "vllm":
-        return 1.0
-    return float(config.inference.vllm.get("gpu_memory_utilization", COLOCATED_MEMORY))
 
 
 def meeting_point(role_name: str) -> str:
@@ -223,7 +216,7 @@ def cpu_arguments(config: RunConfig, tp: int) -> dict[str, Any]:
     return {
         **(latent_arguments(config.model.card) if config.model.card.kv_lora_rank else {}),
         "enforce_eager": True,
-        "kv_cache_memory_bytes": kv_cache_bytes(config, tp),
+        "kv_cache_memory_bytes": kv_cache_bytes(config, tp, config.inference.max_num_seqs),
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, config.inference.max_model_len),
     }
@@ -241,27 +234,9 @@ def latent_arguments(card: ModelCard) -> dict[str, Any]:
     return arguments if expands_latents(card) else arguments | {"attention_backend": "CPU_MLA"}
 
 
-def expands_latents(card: ModelCard) -> bool:
-    """Whether vLLM on a CPU keeps keys and values of every head: its latent attention there is for one size."""
-    return bool(card.kv_lora_rank) and (card.kv_lora_rank, card.qk_rope_head_dim) != CPU_LATENT
-
-
 def cpu_environment(config: RunConfig) -> dict[str, str]:
     """Variables that vLLM is to find set on a CPU, unless the user says otherwise."""
     return {"VLLM_MLA_DISABLE": "1"} if expands_latents(config.model.card) else {}
-
-
-def kv_cache_bytes(config: RunConfig, tp: int) -> int:
-    """Bytes with which max_num_seqs sequences of max_model_len fit one engine of tp ranks, whole blocks each."""
-    inference, card = config.inference, config.model.card
-    name = config.model.dtype if inference.dtype == "auto" else inference.dtype
-    blocks = inference.max_num_seqs * -(-inference.max_model_len // CPU_BLOCK_TOKENS) + 1  # one is vLLM's null block
-    expanded = expands_latents(card)  # values are as wide as keys then
-    numbers = 2 * card.num_attention_heads * card.head_dim if expanded else card.cached_per_token
-    heads = card.num_attention_heads if expanded else card.num_key_value_heads
-    shared = 1 if card.kv_lora_rank and not expanded else min(tp, heads)  # each rank has the whole latent
-    token_bytes = len(card.attention_layers) * -(-numbers // shared) * (4 if name == "float32" else 2)
-    return blocks * CPU_BLOCK_TOKENS * token_bytes
 
 
 def to_argv(arguments: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.attention import Attend, LatentAttend
 from prl.models.layers.documents import attend_documents
 from prl.models.layers.packed_attention import activate_attention
-from prl.planning.vllm_arguments import engine_share
+from prl.planning.engine_memory import bytes_when_awake
 from prl.trainer.busy import BusyClock
 from prl.trainer.compilation import CompileClock
 from prl.trainer.context.parallel import ContextGroup, context_attention, sum_over_context
@@ -199,7 +199,7 @@ def make_room(config: RunConfig, device: torch.device) -> None:
     """
     if device.type == "cuda" and takes_turns(config) and config.inference.sleep_level > 0:
         free, total = torch.cuda.mem_get_info(device)
-        if free < engine_share(config) * total:
+        if free < bytes_when_awake(config, total):
             torch.cuda.empty_cache()
 
 

@@ -92,7 +92,11 @@ def prepare(ctx: ChildContext) -> Namespace:
     on_cpu = current_platform.is_cpu()
     for name, value in cpu_environment(config).items() if on_cpu else ():
         os.environ.setdefault(name, value)
-    return parse_arguments(server_arguments(config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old()))
+    gpu_bytes = None if on_cpu else current_platform.get_device_total_memory()
+    arguments = server_arguments(
+        config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old(), gpu_bytes=gpu_bytes
+    )
+    return parse_arguments(arguments)
 
 
 @contextlib.contextmanager
