@@ -466,7 +466,10 @@ def test_replicas_draw_the_same_random_weights():
         (["inference=vllm", "inference.vllm.gpu_memory_utilization=0.3"], 0.45, False),
         (["inference=vllm", "inference.sleep_level=0"], 0.1, False),
         (["inference=vllm", "deployment=disaggregated"], 0.1, False),
-        ([], 0.9, True),
+        ([], 0.09, True),
+        (["model=qwen3_0_6b"], 0.15, False),  # a tenth, 1.2 GB of weights, 3.8 of keys and values
+        (["model=qwen3_0_6b"], 0.13, True),
+        (["model=tiny_nemotron_h"], 0.9, True),
         (["inference=vllm", "model=qwen3_0_6b"], 0.17, False),  # a tenth, 1.2 GB of weights, 7.5 of keys and values
         (["inference=vllm", "model=qwen3_0_6b"], 0.15, True),
     ],
