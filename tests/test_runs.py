@@ -147,9 +147,11 @@ def test_colocated_takes_turns(cache, tmp_path):
     done = run([*args, f"output_dir={tmp_path}/h"], tmp_path)
     left = segments() - before
     assert done.code == 0, done.output
-    overlaps = [row["overlap"] for row in rows(tmp_path / "h", "orchestrator") if "overlap" in row]
+    written = rows(tmp_path / "h", "orchestrator")
+    overlaps = [row["overlap"] for row in written if "overlap" in row]
     assert len(overlaps) == 4
     assert max(overlaps) < 0.01
+    assert sum(row.get("engines_to_sleep_s", 0) > 0 for row in written) == 4
     kept = [json.loads(line) for line in (tmp_path / "h/rollouts.jsonl").read_text().splitlines()]
     assert {row["step"] for row in kept} == {1, 2, 3, 4}
     assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in kept)

@@ -30,6 +30,7 @@ from prl.inference.sampling import (
     sequence_seed,
 )
 from prl.inference.sequences import Request, Sequence
+from prl.inference.sleeping_weights import SleepingWeights
 from prl.models.checkpoints.reading import load_weights
 from prl.models.experts.routing import RoutingRecorder
 from prl.models.layers.decoder import Decoder
@@ -71,6 +72,7 @@ class TorchEngine:
         # weights, the other one when all is to be forgotten: a salt says by itself which KV is good enough
         self.epoch = self.salted_epoch = 0
         self.has_weights = True
+        self.sleeping = SleepingWeights(model, self.device)
         self.weights_awake = self.cache_awake = True
         self.isolation = Isolation(self, self.stats.finished)
 
@@ -163,7 +165,7 @@ class TorchEngine:
             self.graphs.forget()
         self.cache.release()
         self.has_weights &= level == 1
-        self.model.to("cpu" if self.has_weights else "meta")  # those of a failed update, too, are worth nothing
+        self.sleeping.leave(keep=self.has_weights)  # those of a failed update, too, are worth nothing
         self.weights_awake = self.cache_awake = False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -171,7 +173,7 @@ class TorchEngine:
     def wake_up(self, tags: Iterable[str] = ("weights", "kv_cache")) -> None:
         """Take memory again, all or a part of it; weights dropped by level 2 are undefined until `load`."""
         if "weights" in tags and not self.weights_awake:
-            self.model.to(self.device) if self.has_weights else self.model.to_empty(device=self.device)
+            self.sleeping.come_back()
             self.weights_awake = True
         if "kv_cache" in tags and not self.cache_awake:
             self.cache.allocate()

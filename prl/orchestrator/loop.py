@@ -70,6 +70,7 @@ class Orchestrator:
         self.shares = shares_prefixes(self.config)
         self.work = document_flops(self.config.model.card, self.config.memory_recipe.lora.rank > 0)
         self.engine_lock = asyncio.Lock()  # evaluation, weight updates and sleep exclude each other
+        self.to_sleep_s = 0.0  # the last time, until all engines had given their memory back
         self.publications = Publications(self.engine_lock, self)
         ahead = self.config.algo.max_off_policy_steps
         self.handout = Handout(ctx.resume_step, ahead, self.publications, lambda: self.runner.stats.clock.seconds())
@@ -247,7 +248,9 @@ class Orchestrator:
             encoded = await self._encode(groups, kept)
             if self.takes_turns:
                 async with self.engine_lock:  # an evaluation may still be using them
+                    asked = time.perf_counter()
                     await self.engines.sleep()
+                    self.to_sleep_s = time.perf_counter() - asked
             self.checkpoints.note(step, self.producer.state(), is_awaited=self._saves(step))
             self.checkpoints.forget(self.publications.served)
             dropped = await self.handout.add(step, encoded)
@@ -376,6 +379,7 @@ class Orchestrator:
         row |= {"wait_for_rollouts_s": waited_s, "since_last_step_s": since_last_s, "generating_spans": spans}
         row |= {"loop_held_s": held_s[0], "loop_busy_s": held_s[1]}  # the event loop: by one thing at a time, in all
         row |= {"tokens_per_s": groups.completion_tokens / since_last_s}
+        row |= {"engines_to_sleep_s": self.to_sleep_s} if self.takes_turns else {}
         row |= groups.row(several=len(self.envs) > 1)
         row |= {} if self.watch is None else self.watch.row()
         self.ctx.metrics.log(step=groups.step, policy_version=groups.step - 1, **row)
