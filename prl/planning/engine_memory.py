@@ -40,8 +40,8 @@ def bounded_cache_bytes(config: RunConfig, gpu_bytes: int) -> int | None:
     all sequences that there may be at once. None: as large as the engine's share of the GPU, as vLLM has it, where that
     is less, or where the cache holds something else than keys and values.
 
-    An engine that wakes has its whole cache mapped anew, on an H200 14 GiB in 15 ms and 68 in 140 (what a process leaves
-    behind is cleared before another one gets it), and nothing that lies in it outlasts the sleep.
+    An engine that wakes has its whole cache mapped anew, on an H200 14 GiB in 15 ms and 68 in 140 (what a process
+    leaves behind is cleared before another one gets it), and nothing that lies in it outlasts the sleep.
     """
     inference, card, world = config.inference, config.model.card, world_of(config)
     plain = card.is_native and not card.kv_lora_rank and not card.state_layers
