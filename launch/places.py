@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prl.config.errors import UserError
-from prl.runtime.directory.files import FULL_DISK, directory_in_the_way
+from prl.runtime.directory.files import FULL_DISK, directory_in_the_way, written_of
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
 
@@ -27,7 +27,7 @@ def telling_places(sweep_dir: Path) -> Iterator[None]:
 
 def refusal(error: OSError, sweep_dir: Path) -> UserError | None:
     """What a sweep says of it; None for what no place has refused."""
-    place, why = error.filename or sweep_dir, error.strerror or str(error)
+    place, why = written_of(error) or sweep_dir, error.strerror or str(error)
     if error.errno in FULL_DISK:
         return UserError(
             f"The disk is full: {place} could not be written.",

@@ -23,6 +23,7 @@ from prl.runtime.branching import begun_with, first_checkpoint
 from prl.runtime.directory.beginning import refuse_other_weights
 from prl.runtime.directory.checkpoints import commit, parts_of, staging_dir, step_dir, steps
 from prl.runtime.launch import has_worked
+from prl.runtime.people.faults import find_faults
 from prl.status import render_run
 from prl.trainer.checkpoint import TrainerCheckpointer
 
@@ -126,6 +127,21 @@ def test_a_newer_one_is_taken_where_the_last_is_dropped_meanwhile(
     monkeypatch.setattr(os, "link", dropped_at_first)
     assert begin(branch_of(other), tmp_path / "mine") == 2
     assert steps(tmp_path / "mine") == [2]
+
+
+def test_what_was_killed_over_taking_its_first_checkpoint_has_not_begun(other: Path, tmp_path: Path) -> None:
+    """And says so; and where the other run is gone by then, that it is."""
+    branch = make_run(tmp_path / "mine", saved=())
+    config = branch_of(other)
+    begin(config, branch)
+    assert find_faults(branch) == []
+    (branch / "metrics").mkdir()
+    (branch / "metrics/trainer.0.jsonl").write_text("{}")
+    assert "metrics say that the run has begun" in str(find_faults(branch))
+    shutil.rmtree(branch / "checkpoints")
+    shutil.rmtree(other)
+    with pytest.raises(UserError, match=f"There is no directory {other}"):
+        begin(config, branch)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,22 @@ def small_disk(tmp_path: Path):
     yield from mount_small_disk(tmp_path / "disk")
 
 
+@pytest.mark.parametrize("name", ["logs", "weights"])
+@pytest.mark.parametrize("error", [PermissionError, FileExistsError])
+def test_what_a_run_may_not_use_in_its_directory_is_told_and_nothing_else(tmp_path: Path, error, name: str) -> None:
+    def told(path: Path) -> UserError | None:
+        return as_user_error(error(errno.EACCES, os.strerror(errno.EACCES), str(path)), tmp_path / "run")
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to("gone")
+    found = told(tmp_path / "run" / name)
+    assert found is not None
+    assert found.what.startswith(f"{tmp_path}/run/{name} cannot be used: Permission denied")
+    assert f"ls -ld {tmp_path}/run/{name}" in found.fix
+    assert told(tmp_path / "data") is None
+    assert told(tmp_path / "run-2/logs") is None
+
+
 def class_of(error: UserError) -> str:
     return classify("trainer", 2, parse_error_record(error_record(error)), (), 0)
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import threading
 import zlib
 from collections.abc import Iterator
@@ -104,11 +105,35 @@ def test_what_cannot_be_read_now_is_neither_skipped_nor_removed(tmp_path: Path, 
     assert newer.is_dir()
 
 
-def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+def test_a_directory_of_checkpoints_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path, monkeypatch) -> None:
+    write(tmp_path, 2)
+    listed = os.listdir
+
+    def refused(path: Path) -> list[str]:
+        if Path(path).name == "checkpoints":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(UserError, match="checkpoints cannot be read"):
+        latest_valid(tmp_path, PARTS)
+
+
+@pytest.mark.parametrize("how", ["copied", "linked"])
+def test_a_checkpoint_under_the_name_of_another_step_is_none_of_it(tmp_path: Path, how: str) -> None:
+    path, other = write(tmp_path, 6), step_dir(tmp_path, 8)
+    shutil.copytree(path, other) if how == "copied" else other.symlink_to(path)
+    told: list[str] = []
+    assert latest_valid(tmp_path, PARTS, told.append) == (6, path)
+    assert told == [f"checkpoint of step 8 is damaged and skipped: {other}/manifest.json says that it is of step 6"]
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", "null", '{"files": 3}'])
+def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
     path = write(tmp_path, 1)
-    (path / "manifest.json").write_text("{")
+    (path / "manifest.json").write_text(content)
     assert latest_valid(tmp_path, PARTS, lambda line: None) is None
-    assert "manifest.json" in str(find_damage(path, PARTS))
+    assert find_damage(path, PARTS) == f"{path}/manifest.json does not say which files there are"
 
 
 def test_a_step_can_be_committed_again(tmp_path: Path) -> None:

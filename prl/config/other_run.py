@@ -28,7 +28,7 @@ def read_other(key: str, said: str) -> tuple[Path, dict[str, Any], ModelConfig]:
         of_run = json.loads((run / PLAN).read_text())["config"]
         model = ModelConfig.model_validate(of_run["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError([no_run(key, run) if run.is_dir() else _nowhere(key, run)]) from error
+        raise ConfigError([no_run(key, run) if run.is_dir() else nowhere(key, run)]) from error
     if of_run.get("job") not in ("rl", "sft"):
         raise ConfigError([no_run(key, run, f"it is one of prl.{of_run.get('job')}, which trains nothing")])
     return run, of_run, model
@@ -68,7 +68,7 @@ def no_run(key: str, run: Path, why: str = "") -> UserError:
     return UserError(f"{run} is no run that trains a model.", where=f"{key}={run}", why=why or found, fix=fix)
 
 
-def _nowhere(key: str, run: Path) -> UserError:
+def nowhere(key: str, run: Path) -> UserError:
     above = next(path for path in run.parents if path.exists())
     return UserError(
         f"There is {'a file, and no directory' if run.exists() else 'no directory'} {run}.",

@@ -12,8 +12,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from prl.config.branching import RECORD, absent, nothing_left
+from prl.config.branching import KEY, RECORD, absent, nothing_left
 from prl.config.errors import UserError
+from prl.config.other_run import nowhere
 from prl.config.schema import RunConfig
 from prl.runtime.directory import beginning
 from prl.runtime.directory.checkpoints import (
@@ -70,6 +71,8 @@ def told_origin(run_dir: Path) -> str | None:
 
 def _find(config: RunConfig, source: Path, wanted: object, note: Callable[[str], None]) -> int:
     parts = parts_of(config.job)
+    if not source.is_dir():
+        raise nowhere(KEY, source)
     if not isinstance(wanted, int):
         found = latest_valid(source, parts, note)
         if found is None:

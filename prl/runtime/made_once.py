@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prl.runtime.directory.claims import Claim
+from prl.runtime.directory.intact import filling, seal
 from prl.runtime.directory.phases import SHARED, START
 from prl.runtime.directory.status_file import StatusFile
 from prl.runtime.supervisor import Household, Outcome
@@ -24,14 +25,16 @@ def publish(made: Path, cached: Path, claim: Claim) -> None:
         if left != made:
             shutil.rmtree(left, ignore_errors=True)
     partial = partial_of(cached, claim)
-    try:
-        if made != partial:
-            shutil.move(made, partial)
-        os.rename(partial, cached)
-    except OSError:
-        if not cached.is_dir():  # else somebody has made the same meanwhile: see claims.py
-            raise
-        shutil.rmtree(partial, ignore_errors=True)
+    with filling(cached):
+        try:
+            if made != partial:
+                shutil.move(made, partial)
+            seal(partial)
+            os.rename(partial, cached)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not cached.is_dir():  # else somebody has made the same meanwhile: see claims.py
+                raise
 
 
 def partial_of(cached: Path, claim: Claim) -> Path:

@@ -18,6 +18,7 @@ from prl.config.quantised import sends_weights, wants_a_copy
 from prl.config.schema import RunConfig
 from prl.planning.run_plan import RolePlan, RunPlan, plan_to_json
 from prl.runtime.directory.files import read_object, replace_file
+from prl.runtime.directory.intact import drop_damaged
 from prl.runtime.directory.status_file import StatusFile
 from prl.runtime.made_once import claimed, partial_of, publish
 from prl.runtime.supervisor import Household, Outcome, Supervisor
@@ -44,6 +45,7 @@ def plain_model(
     if directory is None or config is None or not wants_a_copy(plan.config, config, directory):
         return source, None
     cached = plain_dir(plan.config, directory)
+    drop_damaged(cached, "weights as engines want them", home.progress.note)
     if cached.is_dir():
         home.progress.note(f"model.path: its weights as engines want them are in {cached}")
         return str(cached), None

@@ -8,6 +8,7 @@ from pathlib import Path
 from prl.planning.planner import warm_start_plan
 from prl.planning.run_plan import RunPlan, plan_to_json
 from prl.runtime.directory.files import replace_file
+from prl.runtime.directory.intact import drop_damaged
 from prl.runtime.directory.phases import START, WARM_START
 from prl.runtime.directory.status_file import StatusFile
 from prl.runtime.made_once import claimed, publish
@@ -28,6 +29,7 @@ def warm_start(plan: RunPlan, run_dir: Path, home: Household, status: StatusFile
     if stage is None:
         return None, None
     cached = warm_start_dir(plan.config)
+    drop_damaged(cached, "warm start", home.progress.note)
     if cached.is_dir():
         home.progress.note(f"warm start: cached, skipped ({cached})")
         return str(cached), None

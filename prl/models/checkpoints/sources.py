@@ -34,15 +34,17 @@ def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
     # with torch, which who wants the path only need not import
     from prl.models.checkpoints.made_up import one_at_a_time, write_made_up
     from prl.models.text.tokenizer import save_byte_tokenizer
+    from prl.runtime.directory.intact import filling, seal
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as tmp:
+    with filling(path), one_at_a_time(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as tmp:
         if path.is_dir():  # another process was making it
             return path
         partial = Path(tmp, "model")
         write_made_up(config, partial)
         if config.tokenizer == "byte":
             save_byte_tokenizer(partial)
+        seal(partial)
         try:
             partial.rename(path)
         except OSError:  # another process was first all the same; the content is the same

@@ -19,7 +19,7 @@ from typing import Any
 
 from prl.config.errors import PassingError, UserError
 from prl.runtime.directory.checksums import piece_checksums, whole_checksum
-from prl.runtime.directory.files import FULL_DISK, PARTIAL, move_away, replace_file, sync_directory
+from prl.runtime.directory.files import FULL_DISK, PARTIAL, move_away, refuse_unreadable, replace_file, sync_directory
 
 MANIFEST = "manifest.json"
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # damage; other errors may pass
@@ -78,9 +78,9 @@ def commit(
         raise RuntimeError(f"the checkpoint of step {step} has no part {' and '.join(missing)}: {staged}")
     try:
         if in_haste:
-            _write_sizes(staged, step)
+            write_sizes(staged, step)
         else:
-            _write_manifest(staged, step, moved)
+            write_manifest(staged, step, moved)
     except OSError as error:
         raise_if_full(error, run_dir, step)
         raise
@@ -112,7 +112,7 @@ def full_disk_error(run_dir: Path, step: int) -> UserError:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints that are complete by name, ascending."""
+    """Steps of the checkpoints that are complete by name, ascending. None where the directory cannot be read."""
     found = (re.fullmatch(r"step_(\d+)", path.name) for path in checkpoints_dir(run_dir).glob("step_*"))
     return sorted(int(match[1]) for match in found if match)
 
@@ -130,8 +130,9 @@ def latest_valid(
         report: gets one line per damaged checkpoint, naming the file; stderr by default.
         besides: a step that is not asked for.
 
-    Raises UserError for one that cannot be read now: nobody knows whether it is good.
+    Raises UserError for one that cannot be read now, nor the directory of all: nobody knows whether it is good.
     """
+    refuse_unreadable(checkpoints_dir(run_dir))
     for step in reversed(steps(run_dir)):
         if step == besides:
             continue
@@ -147,7 +148,7 @@ def damage_of_step(run_dir: Path, step: int, parts: tuple[str, ...]) -> str | No
     """As `find_damage`, of one step's checkpoint. Raises UserError where that cannot be told now."""
     path = step_dir(run_dir, step)
     try:
-        return find_damage(path, parts)
+        return find_damage(path, parts) or _of_another_step(path / MANIFEST, step)
     except OSError as error:
         raise UserError(
             f"The checkpoint of step {step} cannot be read now: {error.strerror or error}",
@@ -155,6 +156,12 @@ def damage_of_step(run_dir: Path, step: int, parts: tuple[str, ...]) -> str | No
             why="it may be good, so it is neither skipped nor removed",
             fix=f"the same command when the disk answers again; to do without it: {move_away(path, 'unreadable')}",
         ) from error
+
+
+def _of_another_step(manifest: Path, step: int) -> str | None:
+    """A copy under another name is no checkpoint of the step that this says."""
+    said = json.loads(manifest.read_text()).get("step", step)
+    return None if said == step else f"{manifest} says that it is of step {said}"
 
 
 def find_damage(path: Path, parts: tuple[str, ...]) -> str | None:
@@ -165,8 +172,10 @@ def find_damage(path: Path, parts: tuple[str, ...]) -> str | None:
     manifest = path / MANIFEST
     try:
         files = {path / name: (int(about["bytes"]), about["crc32"]) for name, about in _listed(manifest).items()}
-    except (*GONE, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{manifest}: {error}"
+    except GONE as error:
+        return f"{manifest}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{manifest} does not say which files there are"
     for part in parts:
         if not any(file.is_relative_to(path / part) for file in files):
             return f"{path / part} is missing"
@@ -227,13 +236,15 @@ def _files_of(staged: Path) -> list[Path]:
     return sorted(path for path in staged.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
-def _write_sizes(staged: Path, step: int) -> None:
+def write_sizes(staged: Path, step: int | None = None) -> None:
+    """A manifest without checksums."""
     sizes = {str(path.relative_to(staged)): path.stat().st_size for path in _files_of(staged)}
     files = {name: {"bytes": size, "crc32": None} for name, size in sizes.items()}
     replace_file(staged / MANIFEST, json.dumps({"step": step, "files": files}, indent=1) + "\n")
 
 
-def _write_manifest(staged: Path, step: int, moved: Callable[[], None]) -> None:
+def write_manifest(staged: Path, step: int | None = None, moved: Callable[[], None] = lambda: None) -> None:
+    """Of all files, which are on the disk then. step: None for what is no checkpoint of a step."""
     paths = _files_of(staged)
     files = {
         str(path.relative_to(staged)): {"bytes": path.stat().st_size, "crc32": pieces}

@@ -307,22 +307,27 @@ def is_read_only(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, numbers: Collection[int]) -> bool:
-    if isinstance(error, OSError):
-        return error.errno is not None and error.errno in numbers
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in numbers
     says_so = any(os.strerror(number) in str(error) for number in numbers)
-    return says_so and type(error).__name__ == "SafetensorError"
+    return says_so and type(error).__name__ in ("SafetensorError", "Error")  # the latter of shutil, of several files
 
 
 def full_disk_here(error: BaseException, path: Path) -> UserError:
     """What a run says whose directory has no space left."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return PassingError(
-        f"The disk is full: {getattr(error, 'filename', None) or path} could not be written.",
+        f"The disk is full: {written_of(error) or path} could not be written.",
         where=str(path),
         why=f"{reason}: no space left on the device, or a quota is exceeded",
         fix=f"free space; then the same command, a sweep's too, resumes (a run by itself: with output_dir="
         f"{shlex.quote(str(path))})",
     )
+
+
+def written_of(error: BaseException) -> str | None:
+    """The file that could not be written, of two the one that was to be the other's copy."""
+    return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
 def read_only_here(error: BaseException, path: Path) -> UserError:
@@ -346,6 +351,21 @@ def directory_in_the_way(error: OSError) -> UserError:
     )
 
 
+def in_the_way(error: OSError) -> UserError:
+    """What a run says of something in its directory that it may not use, or that is something else."""
+    place = Path(error.filename)
+    lacks = place.is_dir() and not os.access(place, os.R_OK | os.W_OK | os.X_OK)
+    closed = isinstance(error, PermissionError) or lacks
+    why = "this user may not" if closed else "it is there and is not what a run has under this name"
+    return UserError(
+        f"{place} cannot be used: {os.strerror(errno.EACCES) if closed else error.strerror}.",
+        where=str(place),
+        why=why,
+        fix=f"ls -ld {shlex.quote(str(place))} says what and whose it is; give it its rights back, or "
+        f"{move_away(place, 'moved')}",
+    )
+
+
 def as_user_error(error: BaseException, run_dir: Path) -> UserError | None:
     """What a run says of an error that its user can mend; None for all others."""
     if isinstance(error, UserError):
@@ -354,7 +374,12 @@ def as_user_error(error: BaseException, run_dir: Path) -> UserError | None:
         return full_disk_here(error, run_dir)
     if is_read_only(error):
         return read_only_here(error, run_dir)
-    return directory_in_the_way(error) if isinstance(error, IsADirectoryError) else None
+    if isinstance(error, IsADirectoryError):
+        return directory_in_the_way(error)
+    if isinstance(error, PermissionError | FileExistsError | NotADirectoryError) and error.filename:
+        inside = Path(error.filename).absolute().is_relative_to(run_dir.absolute())
+        return in_the_way(error) if inside else None
+    return None
 
 
 def is_held(path: Path) -> bool:

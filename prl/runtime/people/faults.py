@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+from prl.config.branching import RECORD
 from prl.metrics.writer import metrics_path
 from prl.runtime.directory.files import open_regular, parse_object, read_object, why_no_object
 from prl.runtime.directory.rundir import BEFORE_PLAN, is_locked
@@ -74,7 +75,8 @@ def _of_status(run_dir: Path) -> str:
         return why_no_object(path) or f"{path} cannot be used: its state is none of {', '.join(get_args(State))}"
     if is_locked(run_dir):  # it may be about to be written
         return ""
-    traces = [name for name in ("metrics", "checkpoints") if any(_inside(run_dir / name))]
+    taken = (run_dir / RECORD).exists()  # from another run, before this one begins
+    traces = [name for name in ("metrics", *([] if taken else ["checkpoints"])) if any(_inside(run_dir / name))]
     return f"{path} is missing, and {' and '.join(traces)} say that the run has begun" if traces else ""
 
 
