@@ -18,6 +18,7 @@ from prl.forecast.publishing import publication
 from prl.forecast.setting import Setting
 from prl.forecast.training import micro_batch
 from prl.planning import make_plan
+from prl.planning.model_size import parameter_count
 from prl.transport.boxes import Table
 from prl.transport.rounds import Schedule
 
@@ -61,6 +62,25 @@ def assert_gathered_ahead(order: list[tuple[str, int]], experts: list[int]) -> N
     for places, moments in ((gathered[:n], exchanged[: 2 * n]), (gathered[n:], exchanged[2 * n :])):
         firsts = moments[:: len(moments) // n]  # of the exchanges of each layer
         assert all(place < first for place, first in zip(places[1:], firsts, strict=False)), order
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nbytes"),
+    [
+        (["model=deepseek_v3", "inference.tp=8"], 2),
+        (["model=qwen3_30b_a3b", "inference.quantization=fp8_block", "inference.dp=8"], 1),
+    ],
+)
+def test_engines_that_load_other_parameters_than_they_compute_with_get_all(overrides: list[str], nbytes: int) -> None:
+    """Each of their processes."""
+    config = compose(
+        ["deployment=multi_node", "deployment.num_train_nodes=2", "deployment.num_infer_nodes=1", "inference=vllm",
+         "weight_transport=nccl", "warm_start=none", "parallelism=fsdp", "parallelism.dp_shard=auto",
+         "deployment.device=cuda", *overrides]
+    )  # fmt: skip
+    plan = make_plan(config)
+    cost = publication(Setting(load_hardware(), config, (64,)), plan)
+    assert sum(cost.traffic.values()) == pytest.approx(parameter_count(config.model.card) * nbytes * 8 / 16)
 
 
 def test_a_publication_takes_the_bytes_of_its_plan() -> None:

@@ -106,9 +106,7 @@ def test_a_full_disk_is_told_where_it_is(small_disk: Path, tmp_path: Path, made:
     claim = Claim(cached)
     assert claim.take()
     fill_bytes(small_disk)
-    with pytest.raises(
-        PassingError, match=r"The disk is full: .*/warm_start/key could not be written"
-    ) as told:
+    with pytest.raises(PassingError, match=r"The disk is full: .*/warm_start/key could not be written") as told:
         made_once.publish(made, cached, claim)
     assert told.value.where == f"cache_dir={small_disk}/cache"
     assert not any(path.is_dir() for path in cached.parent.iterdir()), "the half of it is removed"

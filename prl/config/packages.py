@@ -5,6 +5,10 @@ package that is missing, and `prl.doctor`, take their commands from here and fro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
+
+# raised by the import of a package with kernels that is there, and of which a library was built for another PyTorch
+NOT_LOADED = (ImportError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,24 @@ class Package:
         """For a message to somebody whose machine is not known."""
         return self.command if self.on_cpu is None else f"on GPUs: {self.command}; on CPUs: {self.on_cpu}"
 
+    @property
+    def installed(self) -> str:
+        """For a message about a package that is there and does not load: its version and PyTorch's, for which it was
+        built, or was not.
+        """
+        found = [version for name in self.distributions if (version := _version_of(name))]
+        return f"{self.name} {found[0] if found else '(no distribution of it)'}, torch {_version_of('torch')}"
+
     def install_here(self, gpus: bool) -> str:
         """The one command for a machine with or without GPUs."""
         return self.command if gpus or self.on_cpu is None else self.on_cpu
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _extra(extra: str) -> str:
@@ -97,7 +116,7 @@ FLASH_ATTENTION_3 = Package(
 DEEP_GEMM = Package(
     "DeepGEMM",
     "deep_gemm",
-    ("deep-gemm",),
+    ("deep-gemm", "sgl-deep-gemm"),
     "model.fp8=deep_gemm",
     f"{_extra('vllm')}, which holds a copy, or: pip install --no-build-isolation "
     "git+https://github.com/deepseek-ai/DeepGEMM (it needs nvcc, CUDA_HOME, also at run time)",

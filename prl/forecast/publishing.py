@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from prl.config.block_fp8 import sends_blocks
+from prl.config.schema import RunConfig
 from prl.forecast.cost import HOST, NIC, NOTHING, NVLINK, Cost
 from prl.forecast.rollout import fleet_of, held
 from prl.forecast.setting import BF16, Setting
 from prl.forecast.workload import Workload
+from prl.planning.model_size import parameter_count
 from prl.planning.run_plan import RunPlan
 
 # ids, positions and versions, mask, log-probabilities, advantages of a token (prl/transport/batch.py)
@@ -16,13 +18,15 @@ SMALL_EXPERTS = 256  # whose numbers are one byte
 
 def publication(s: Setting, plan: RunPlan) -> Cost:
     """By `nccl`, as prl/transport/rounds.py plans it: every rank sends the same share of what all engines want, each
-    engine GPU gets what it holds, and who takes longer decides. All other transports go through host memory of one
-    rank's node or disk and are only counted by their bytes and the host link.
+    engine GPU gets what it holds, or all of it (`takes_whole`), and who takes longer decides. All other transports go
+    through host memory of one rank's node or disk and are only counted by their bytes and the host link.
     """
     fleets = [fleet for kind in ("both", "prefill", "decode") if (fleet := fleet_of(plan, (kind,))) is not None]
     if not fleets or s.config.weight_transport.type == "lora":
         return NOTHING
-    received = [sum(held(s, fleet)) * (1 if sends_blocks(s.config) else BF16) for fleet in fleets]
+    each = 1 if sends_blocks(s.config) else BF16
+    whole = takes_whole(s.config)
+    received = [(parameter_count(s.card) if whole else sum(held(s, fleet))) * each for fleet in fleets]
     wanted = sum(fleet.engines * fleet.devices * size for fleet, size in zip(fleets, received, strict=True))
     sent = wanted / s.mesh.size
     slower = max(sent, *received)
@@ -33,6 +37,13 @@ def publication(s: Setting, plan: RunPlan) -> Cost:
     near = plan.num_nodes == 1
     name = "nvlink_all_to_all" if near else "nic"
     return Cost({name: s.hardware.seconds(name, slower)}, {("publication", NVLINK if near else NIC): sent})
+
+
+def takes_whole(config: RunConfig) -> bool:
+    """Whether each process of an engine is sent every tensor whole: vLLM computes with other parameters than it loads
+    where attention is latent, and where it quantises (prl/inference/vllm/loading.py).
+    """
+    return bool(config.model.card.kv_lora_rank) or sends_blocks(config) or config.inference.quantization is not None
 
 
 def batches(s: Setting, work: Workload) -> Cost:

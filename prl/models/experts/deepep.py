@@ -31,6 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from prl.config.errors import UserError
+from prl.config.packages import DEEP_EP, NOT_LOADED
 from prl.models.experts.dispatch import ExpertWork, collect, nothing, spread, spread_scalars
 from prl.models.experts.placement import place
 
@@ -74,7 +76,15 @@ class DeepEPDispatch:
 
 def make_buffer(group: dist.ProcessGroup, x: Tensor, num_sms: int) -> deep_ep.Buffer:
     """The group's communication buffer for rows like those of x [N, H]; a collective over the group."""
-    from deep_ep import Buffer
+    try:
+        from deep_ep import Buffer
+    except NOT_LOADED as error:
+        raise UserError(
+            f"DeepEP cannot be imported ({error}).",
+            where=f"parallelism.ep_comm_backend=deepep, {DEEP_EP.installed}",
+            why="it is built for one PyTorch and one CUDA",
+            fix=f"{DEEP_EP.install}; or parallelism.ep_comm_backend=torch",
+        ) from error
 
     Buffer.set_num_sms(num_sms)
     row_bytes = x.shape[1] * max(x.element_size(), 2)

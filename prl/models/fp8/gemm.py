@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prl.config.errors import UserError
-from prl.config.packages import DEEP_GEMM
+from prl.config.packages import DEEP_GEMM, NOT_LOADED
 from prl.models.fp8.cast import restore_blocks, restore_rows
 from prl.models.fp8.format import BLOCK, Scaled
 from prl.models.fp8.groups import GroupedRows
@@ -91,14 +91,14 @@ def deep_gemm() -> ModuleType:
         )
     try:
         import deep_gemm as module
-    except ImportError as first:
+    except NOT_LOADED as first:
         try:
             from vllm.third_party import deep_gemm as module
-        except ImportError as second:
+        except NOT_LOADED as second:
             raise UserError(
                 f"DeepGEMM cannot be imported ({first}; {second}).",
-                where="model.fp8=deep_gemm",
-                why="its kernels come from the package deep_gemm, or from the copy inside vLLM",
+                where=f"model.fp8=deep_gemm, {DEEP_GEMM.installed}",
+                why="its kernels come from the package deep_gemm, built for this PyTorch, or from the copy inside vLLM",
                 fix=DEEP_GEMM.install,
             ) from second
     alignment = module.get_mk_alignment_for_contiguous_layout()

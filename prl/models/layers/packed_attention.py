@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prl.config.errors import UserError
-from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4
+from prl.config.packages import FLASH_ATTENTION_3, FLASH_ATTENTION_4, NOT_LOADED
 from prl.models.by_hand import PaddedQueries, ShortAttentionByHand, by_hand, is_by_hand
 from prl.models.layers.attention import Attend
 from prl.models.layers.attention_kernels import PackedAttention, widened
@@ -84,11 +84,11 @@ def activate_attention(impl: AttentionImpl) -> None:
             from torch.nn.attention import activate_flash_attention_impl
 
             activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError, ValueError) as error:
+    except (*NOT_LOADED, ValueError) as error:
         package = FLASH_ATTENTION_4 if impl.endswith("4") else FLASH_ATTENTION_3
         raise UserError(
             f"{impl} cannot be activated: {error}",
-            where=f"model.attn={impl}",
+            where=f"model.attn={impl}, {package.installed}",
             why=f"PyTorch takes these kernels from a package of their own ({package.name}: {package.module})",
             fix=f"{package.install}, or model.attn=auto",
         ) from error

@@ -353,7 +353,8 @@ def directory_in_the_way(error: OSError) -> UserError:
 
 def in_the_way(error: OSError) -> UserError:
     """What a run says of something in its directory that it may not use, or that is something else."""
-    place = Path(error.filename)
+    named = Path(error.filename)
+    place = next(path for path in (named, *named.parents) if os.path.lexists(path))  # what it was to be made in
     lacks = place.is_dir() and not os.access(place, os.R_OK | os.W_OK | os.X_OK)
     closed = isinstance(error, PermissionError) or lacks
     why = "this user may not" if closed else "it is there and is not what a run has under this name"
