@@ -80,7 +80,7 @@ def commit(
         if in_haste:
             write_sizes(staged, step)
         else:
-            write_manifest(staged, step, moved)
+            _write_manifest(staged, step, moved)
     except OSError as error:
         raise_if_full(error, run_dir, step)
         raise
@@ -241,6 +241,11 @@ def write_sizes(staged: Path, step: int | None = None) -> None:
     sizes = {str(path.relative_to(staged)): path.stat().st_size for path in _files_of(staged)}
     files = {name: {"bytes": size, "crc32": None} for name, size in sizes.items()}
     replace_file(staged / MANIFEST, json.dumps({"step": step, "files": files}, indent=1) + "\n")
+
+
+def _write_manifest(staged: Path, step: int, moved: Callable[[], None]) -> None:
+    """Of a checkpoint."""
+    write_manifest(staged, step, moved)
 
 
 def write_manifest(staged: Path, step: int | None = None, moved: Callable[[], None] = lambda: None) -> None:
