@@ -10,6 +10,7 @@ import torch
 from runtime_tree import fill_bytes, mount_small_disk
 from weight_updates import published
 
+from launch.places import refusal
 from prl.config import compose
 from prl.config.errors import AwayError, PassingError, UserError
 from prl.planning.planner import make_plan
@@ -45,8 +46,18 @@ def test_what_a_run_may_not_use_in_its_directory_is_told_and_nothing_else(tmp_pa
     assert found is not None
     assert found.what.startswith(f"{tmp_path}/run/{name} cannot be used: Permission denied")
     assert f"ls -ld {tmp_path}/run/{name}" in found.fix
+    absent = told(tmp_path / "run/checkpoints/step_6.partial")
+    assert absent is not None
+    assert absent.where == f"{tmp_path}/run", "in which it was to be made"
     assert told(tmp_path / "data") is None
     assert told(tmp_path / "run-2/logs") is None
+
+
+def test_of_a_copy_the_file_that_was_to_be_written_is_named(tmp_path: Path):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/code/plan.py", None, "/sweep/code/plan.py")
+    for told in (as_user_error(error, tmp_path), refusal(error, tmp_path)):
+        assert told is not None
+        assert told.what == "The disk is full: /sweep/code/plan.py could not be written."
 
 
 def class_of(error: UserError) -> str:

@@ -16,6 +16,7 @@ from prl.config import compose
 from prl.config.cards import card_to_hf_config
 from prl.config.errors import ConfigError, UserError
 from prl.config.schema import RunConfig
+from prl.forecast.rollout import engine_part
 from prl.inference.vllm import launch, versions
 from prl.inference.vllm.causes import Asked, first_error, refused, root_cause
 from prl.planning.commands import render_commands
@@ -140,6 +141,8 @@ def test_an_engine_that_shares_its_gpu_sleeps_and_takes_half_of_it() -> None:
 
     shared = arguments("deployment=colocated")
     assert (shared["enable_sleep_mode"], shared["gpu_memory_utilization"]) == (True, 0.5)
+    assert engine_part(compose([VLLM, "deployment=colocated"])) == 0.5, "as the forecast has it"
+    assert engine_part(compose([VLLM])) == 1.0
     assert arguments("deployment=colocated", "inference.sleep_level=0")["enable_sleep_mode"] is False
     given = arguments("deployment=colocated", "inference.vllm.gpu_memory_utilization=0.3")
     assert given["gpu_memory_utilization"] == 0.3

@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from runtime_tree import fill_bytes, mount_small_disk, wait_for
 
+from prl.config import compose
 from prl.config.errors import UserError
 from prl.runtime.directory import checksums, commits
 from prl.runtime.directory.checkpoints import (
@@ -30,6 +32,7 @@ from prl.runtime.directory.checkpoints import (
     steps,
 )
 from prl.runtime.directory.commits import CommitStalled, Committer
+from prl.runtime.launch import _prepare_resume
 from prl.runtime.process.failures import classify, error_record, parse_error_record
 
 PARTS = parts_of("rl")
@@ -251,3 +254,21 @@ def test_staging_on_a_full_disk_is_a_user_error(small_disk: Path) -> None:
     with pytest.raises(UserError, match="There is no older checkpoint"):
         staging_dir(small_disk, 1)
     assert not step_dir(small_disk, 1).exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "damaged", "said"),
+    [
+        (0, False, ""),
+        (8, False, "there is no checkpoint of what was trained before: starting from the beginning"),
+        (8, True, "no checkpoint is usable: starting from the beginning"),
+    ],
+)
+def test_a_resume_says_that_it_starts_from_the_beginning(tmp_path: Path, step: int, damaged: bool, said: str) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "job": "rl", "step": step}))
+    if damaged:
+        cut_short(write(tmp_path, 8) / "trainer/state")
+    notes: list[str] = []
+    progress: Any = SimpleNamespace(note=notes.append)
+    assert _prepare_resume(tmp_path, compose([]), progress) == 0
+    assert [note for note in notes if "damaged and skipped" not in note] == ([said] if said else [])

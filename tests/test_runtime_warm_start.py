@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from runtime_tree import Start, start, wait_for
 
+from prl.config import compose
+from prl.models.checkpoints.sources import random_checkpoint
 from prl.runtime.directory.status_file import read_status
 
 __all__ = ["start"]  # the fixture
@@ -25,7 +27,28 @@ def test_the_warm_start_is_made_once(start: Start) -> None:
     assert "warm start: cached, skipped" in output
     assert not (root.run_dir / "warm_start").exists()
     [cached] = (root.run_dir.parent / "cache" / "warm_start").glob("*/weights")
+    made = cached.read_text()
+    assert made.startswith("made by")
+    cached.write_text(made[:-1] + "?")
+    code, output = start(*overrides, name="third").wait()
+    assert code == 0, output
+    assert f"warm start: damaged in the cache, made again ({cached} has another checksum" in output
+    assert "[warm start] step 3/3" in output
     assert cached.read_text().startswith("made by")
+    assert not cached.read_text().endswith("?")
+
+
+@pytest.mark.slow
+def test_random_weights_are_looked_at_by_who_begins_with_them(start: Start, tmp_path: Path) -> None:
+    root = start(name="first")
+    assert root.wait()[0] == 0
+    model = compose([]).model
+    weights = random_checkpoint(model, root.run_dir.parent / "cache") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    code, output = start(name="second").wait()
+    assert code == 0, output
+    assert f"random weights: damaged in the cache, made again ({weights} has" in output
+    assert not weights.exists(), "roles that read none make none"
 
 
 @pytest.mark.slow

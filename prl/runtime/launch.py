@@ -16,7 +16,6 @@ from pathlib import Path
 from prl.config.branching import check_start
 from prl.config.console import one_line, shield_console
 from prl.config.errors import AwayError, PassingError, ReadOnlyError, UserError
-from prl.config.point import random_checkpoint_dir
 from prl.config.schema import RunConfig
 from prl.metrics.reader import truncate_rows
 from prl.planning.planner import make_plan
@@ -27,7 +26,6 @@ from prl.runtime.directory.checkpoints import discard_after, discard_unfinished,
 from prl.runtime.directory.files import as_user_error
 from prl.runtime.directory.hours import Hours
 from prl.runtime.directory.inputs import note_changes
-from prl.runtime.directory.intact import drop_damaged
 from prl.runtime.directory.rundir import ENV, RunDir, claim, is_locked
 from prl.runtime.directory.status_file import State, StatusFile, read_status
 from prl.runtime.evaluated import why_outdated
@@ -217,9 +215,6 @@ def _initial_model(plan: RunPlan, path: Path, home: Household, status: StatusFil
     """Where the weights lie that the job begins with (None: as model.path says), made by stages of their own where that
     is needed; and the outcome of the run if one of these was its end.
     """
-    config = plan.config
-    if config.model.path is None:
-        drop_damaged(random_checkpoint_dir(config.model, config.cache_dir), "random weights", home.progress.note)
     found, outcome = begun_with(path) if plan.config.warm_start is not None else None, None
     if found is None:
         found, outcome = warm_start(plan, path, home, status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from prl.config.point import random_checkpoint_dir
 from prl.planning.planner import warm_start_plan
 from prl.planning.run_plan import RunPlan, plan_to_json
 from prl.runtime.directory.files import replace_file
@@ -27,6 +28,7 @@ def warm_start(plan: RunPlan, run_dir: Path, home: Household, status: StatusFile
     """
     stage = warm_start_plan(plan)
     if stage is None:
+        _look_at_random_weights(plan, home)
         return None, None
     cached = warm_start_dir(plan.config)
     drop_damaged(cached, "warm start", home.progress.note)
@@ -38,12 +40,20 @@ def warm_start(plan: RunPlan, run_dir: Path, home: Household, status: StatusFile
             return None, outcome
         if claim is None:
             return str(cached), None
+        _look_at_random_weights(plan, home)
         home.hours.enter(WARM_START)
         outcome = _run_stage(stage, run_dir / "warm_start", home)
         if outcome.state == "done":
             publish(run_dir / "warm_start" / "export", cached, claim)
         home.hours.enter(START)
         return str(cached), outcome
+
+
+def _look_at_random_weights(plan: RunPlan, home: Household) -> None:
+    """Where the next stage begins with what an earlier run has made from the card."""
+    model = plan.config.model
+    if model.path is None:
+        drop_damaged(random_checkpoint_dir(model, plan.config.cache_dir), "random weights", home.progress.note)
 
 
 def _run_stage(stage: RunPlan, stage_dir: Path, home: Household) -> Outcome:

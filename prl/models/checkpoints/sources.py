@@ -36,7 +36,8 @@ def random_checkpoint(config: ModelConfig, cache_dir: Path) -> Path:
     from prl.models.text.tokenizer import save_byte_tokenizer
     from prl.runtime.directory.intact import filling, seal
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with filling(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with filling(path), one_at_a_time(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as tmp:
         if path.is_dir():  # another process was making it
             return path

@@ -112,7 +112,7 @@ def full_disk_error(run_dir: Path, step: int) -> UserError:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints that are complete by name, ascending. None where the directory cannot be read."""
+    """Steps of the checkpoints that are complete by name, ascending; none where the directory cannot be read."""
     found = (re.fullmatch(r"step_(\d+)", path.name) for path in checkpoints_dir(run_dir).glob("step_*"))
     return sorted(int(match[1]) for match in found if match)
 
