@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +152,33 @@ def test_the_parts_that_are_copied_are_enough(vllm_ranks: None, tmp_path: Path, 
             loader.wants.boxes(Table.of(named[1:]))
 
 
+def test_latent_attention_makes_its_matrices_anew_where_they_lie(vllm_ranks: None, tmp_path: Path) -> None:
+    """Also where they are no views of a parameter: captured graphs read them at their addresses."""
+    from prl.inference.vllm.derived import Derived
+    from prl.inference.vllm.loading import WeightLoader
+
+    overrides = [f"cache_dir={tmp_path}", "model=tiny_deepseek_v3", *LATENT]
+    path = resolve_model_path(compose(overrides).model, tmp_path)
+    with vllm_models(path) as make:
+        (served, model_config), (expected, _) = make(), make()
+        loader = WeightLoader(served, model_config, in_place=True)
+        loader.load(arriving(weights(path, overrides, 1)))
+        assert loader.copies is not None
+        layers = Derived(served, torch.float32).layers
+        assert len(layers) == compose(overrides).model.card.num_hidden_layers
+        for layer in layers.values():
+            layer.W_UV = nn.Parameter(layer.W_UV.clone(), requires_grad=False)
+        before = {name: (layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr()) for name, layer in layers.items()}
+        assert len({place for places in before.values() for place in places}) == 2 * len(layers)
+        loader.load(arriving(weights(path, overrides, 2)))
+        expected.load_weights(iter(weights(path, overrides, 2)))
+        for name, there in Derived(expected, torch.float32).layers.items():
+            there.process_weights_after_loading(torch.float32)
+            assert torch.equal(layers[name].W_UV, there.W_UV)
+            assert torch.equal(layers[name].W_UK_T, there.W_UK_T)
+        assert before == {name: (layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr()) for name, layer in layers.items()}
+
+
 def test_a_reload_does_not_rely_on_what_buckets_held(vllm_ranks: None, tmp_path: Path, overrides: list[str]) -> None:
     """vLLM's layerwise reload keeps a layer's tensors until the last one comes."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -215,7 +243,7 @@ def test_a_rank_gets_its_part() -> None:
             return {"weight"}
 
     model = Part(3, 4, bias=False)
-    loader = WeightLoader(model, None, in_place=True)
+    loader = WeightLoader(model, SimpleNamespace(dtype=torch.float32), in_place=True)
     for version in (1.0, 2.0):
         whole = version * torch.arange(12.0).view(2, 6)
         loader.load([[("theirs", -whole), ("mine", whole)]])
@@ -240,7 +268,7 @@ def test_a_loader_that_does_more_than_copy_is_watched_in_vain(kind: str) -> None
             return {"weight"}
 
     model, elsewhere = More(3, 5, bias=False), torch.empty(5, 3)
-    loader = WeightLoader(model, None, in_place=True)
+    loader = WeightLoader(model, SimpleNamespace(dtype=torch.float32), in_place=True)
     for version in (1.0, 2.0):
         loader.load([[("w", torch.full((5, 3), version))]])
         assert loader.copies is None

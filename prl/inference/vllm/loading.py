@@ -1,9 +1,10 @@
 """New weights into a model of vLLM's that is serving.
 
 Where all layers keep parameters as checkpoints have them (unquantised, Triton experts), new weights are copied straight
-into them: the first time by vLLM's own loaders, which are watched; then the same copies are made again, many in one
-kernel, and a trainer that sends parts is asked for those alone that are copied (`copies.py`). Other models go through
-vLLM's layerwise reload, which holds a layer's tensors until it has them all.
+into them: the first time by vLLM's own loaders, which are watched (`watching.py`); then the same copies are made again,
+many in one kernel, and a trainer that sends parts is asked for those alone that are copied (`copies.py`). Other models
+go through vLLM's layerwise reload, which holds a layer's tensors until it has them all; in blocks of FP8 it is watched,
+too, and done once where all that comes out of it is what went in.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed import get_world_group
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from prl.inference.vllm.copies import Copies, Copy
+from prl.inference.vllm.copies import Copies
 from prl.inference.vllm.cpu_reload import forget_kernels, pack_heads
+from prl.inference.vllm.derived import Derived
+from prl.inference.vllm.watching import Recorder
 from prl.transport.buckets import Chunk
 from prl.transport.kinds import DEVICE_TRANSPORTS
 from prl.transport.receiving_nccl import Round, receive_rounds
@@ -37,22 +41,44 @@ AS_STORED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # which on GP
 EXPERTS_AS_STORED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 
 
+# ... and in blocks of FP8, where scales need no other form
+BLOCKS_AS_STORED = tuple(
+    backend for backend in Fp8MoeBackend if backend.name in ("TRITON", "BATCHED_TRITON", "DEEPGEMM", "BATCHED_DEEPGEMM")
+)
+
+
 def keeps_layout(model: nn.Module) -> bool:
     """Whether all layers compute with parameters as their loaders leave them."""
+    return _all_layers(model, _is_as_stored)
+
+
+def may_keep_blocks(model: nn.Module) -> bool:
+    """Whether all layers do, as far as can be told, if a reload puts what it is given where it lies."""
+    return _all_layers(model, lambda layer: _is_as_stored(layer) or _is_in_blocks(layer))
+
+
+def _all_layers(model: nn.Module, known: Callable[[nn.Module], bool]) -> bool:
     if not current_platform.is_cuda():
         return False
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):  # attention kernels keep copies of them
         return False
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if isinstance(module, MLAAttention):  # derives matrices of its own
-            return False
-        if type(method) is UnquantizedFusedMoEMethod:
-            if method.unquantized_backend not in EXPERTS_AS_STORED:
-                return False
-        elif method is not None and type(method) not in AS_STORED:
-            return False
-    return True
+    return all(map(known, model.modules()))
+
+
+def _is_as_stored(layer: nn.Module) -> bool:
+    method: Any = getattr(layer, "quant_method", None)
+    if type(method) is UnquantizedFusedMoEMethod:
+        return method.unquantized_backend in EXPERTS_AS_STORED
+    return method is None or type(method) in AS_STORED
+
+
+def _is_in_blocks(layer: nn.Module) -> bool:
+    method: Any = getattr(layer, "quant_method", None)
+    if type(method) is Fp8MoEMethod:
+        return method.block_quant and method.fp8_backend in BLOCKS_AS_STORED
+    if type(method) is Fp8LinearMethod:
+        return method.block_quant and not method.use_marlin
+    return isinstance(layer, (Attention, MLAAttention))  # whose method is for scales of the KV cache
 
 
 @dataclass(frozen=True)
@@ -67,13 +93,21 @@ Staged = Iterable[Chunk] | StagedParts
 
 
 class WeightLoader:
-    """One model's. `in_place`: whether its parameters are written directly."""
+    """One model's."""
 
-    def __init__(self, model: nn.Module, model_config: Any, in_place: bool) -> None:
-        """`model_config`: of vLLM; its dtype is asked for."""
-        self.model, self.model_config, self.in_place = model, model_config, in_place
+    def __init__(self, model: nn.Module, model_config: Any, in_place: bool, watched: bool = False) -> None:
+        """`model_config`: of vLLM; its dtype is asked for. in_place: whether parameters are written directly, by vLLM's
+        loaders; watched: whether they may be after a reload that left everything as it came.
+        """
+        self.model, self.model_config, self.in_place, self.watched = model, model_config, in_place, watched
+        self.derived = Derived(model, model_config.dtype)
         self.load_weights: Callable[[Iterator[tuple[str, Tensor]]], set[str] | None] = model.load_weights  # type: ignore[assignment]
         self.copies: Copies | None = None  # once they are known
+
+    @staticmethod
+    def of(model: nn.Module, model_config: Any) -> WeightLoader:
+        """What the model's layers allow."""
+        return WeightLoader(model, model_config, keeps_layout(model), watched=may_keep_blocks(model))
 
     def load(self, chunks: Iterable[Chunk]) -> None:
         """All parameters anew; a chunk's tensors are not kept beyond it.
@@ -85,7 +119,11 @@ class WeightLoader:
         elif self.in_place:
             self._watch(chunks)
         else:
+            before = self.derived.now()
             self._reload(chunks)
+            self.derived.settle(before)
+            return
+        self.derived.renew()
 
     @property
     def wants(self) -> Copies | None:
@@ -97,7 +135,8 @@ class WeightLoader:
         if update_info["type"] == "nccl" and (wants := self.wants) is not None:
             return StagedParts(wants, receive_rounds(update_info, device, wants))
         chunks = stage(update_info, verify, device)
-        if update_info["type"] in DEVICE_TRANSPORTS or not self.in_place or get_world_group().world_size > 1:
+        in_place = self.in_place or self.copies is not None
+        if update_info["type"] in DEVICE_TRANSPORTS or not in_place or get_world_group().world_size > 1:
             return chunks  # of several processes each wants parts of what the host has
         return on_device(chunks, device)
 
@@ -107,16 +146,17 @@ class WeightLoader:
         for offered in staged:
             if isinstance(offered, StagedParts):
                 offered.wants.repeat_rounds(offered.arriving)
+                self.derived.renew()
             else:
                 chunks.append(offered)
         if chunks:
             self.load(chain.from_iterable(chunks))
 
     def _watch(self, chunks: Iterable[Chunk]) -> None:
-        recorder = Recorder(self.model)
+        recorder = Recorder(self._written())
         with recorder, torch.no_grad():
             loaded = self.load_weights(recorder.named(chunks))
-        _check(self._names(), loaded)
+        _check(self._names() - self.derived.names, loaded)
         if recorder.complete:
             self.copies = recorder.copies
 
@@ -125,77 +165,53 @@ class WeightLoader:
         if on_cpu:
             forget_kernels(self.model)
         served = self._names()
+        recorder = Recorder(self._written()) if self.watched else None
         initialize_layerwise_reload(self.model)
         # scales of quantised layers, which are computed, are served only; a tied head of its own is to be loaded only
         expected = served & self._names()
         # it keeps what it is given until a layer is complete: longer than a chunk holds
-        loaded = self.load_weights((name, tensor.clone()) for name, tensor in chain.from_iterable(chunks))
-        finalize_layerwise_reload(self.model, self.model_config)
+        if recorder is None:
+            loaded = self.load_weights((name, tensor.clone()) for name, tensor in chain.from_iterable(chunks))
+            finalize_layerwise_reload(self.model, self.model_config)
+        else:
+            with recorder:
+                loaded = self.load_weights(recorder.cloned(chunks))
+                finalize_layerwise_reload(self.model, self.model_config)
         if on_cpu:
             pack_heads(self.model)
         _check(expected, loaded)
+        if recorder is not None and recorder.complete:
+            self._settle_blocks()
+            self.copies = recorder.copies
+        self.watched = False  # what was not understood once is not the next time
+
+    def _settle_blocks(self) -> None:
+        """Make quantised layers ready once more: their kernels have references to what the reload put in between, which
+        are to be to the parameters themselves.
+        """
+        for name, layer in self.model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)):
+                before = _addresses(layer)
+                method.process_weights_after_loading(layer)
+                if _addresses(layer) != before:
+                    raise RuntimeError(f"{name}: vLLM made other parameters of its parameters than the first time")
+
+    def _written(self) -> Iterator[Tensor]:
+        """The parameters, and what else there may be of what comes; attention makes its own."""
+        for module in self.model.modules():
+            if not isinstance(module, (Attention, MLAAttention)):
+                yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
     def _names(self) -> set[str]:
         return {name for name, _ in self.model.named_parameters()}
+
+
+def _addresses(layer: nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in layer.named_parameters(recurse=False)}
 
 
 def _check(expected: set[str], loaded: set[str] | None) -> None:
     """`loaded`: as vLLM's models tell; the names of parameters are not those of a checkpoint's tensors."""
     if loaded is not None and (missing := sorted(expected - loaded)):
         raise ValueError(f"{len(missing)} parameters got no new weights, among them {', '.join(missing[:3])}")
-
-
-class Recorder(TorchDispatchMode):
-    """Watches a model's loaders: which part of what arrives is copied to which part of which parameter.
-
-    `complete` turns False when parameters are written in any other way, and nothing may be repeated then.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.storages = {p.untyped_storage().data_ptr() for p in chain(model.parameters(), model.buffers())}
-        self.arriving: list[tuple[int, int, str, Tensor]] = []  # first byte, end, name, tensor
-        self.copies = Copies()
-        self.complete = True
-
-    def named(self, chunks: Iterable[Chunk]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, each known from when it is handed out until the next chunk is asked for."""
-        for chunk in chunks:
-            self.arriving = []
-            for name, tensor in chunk:
-                first = tensor.data_ptr()
-                self.arriving.append((first, first + tensor.numel() * tensor.element_size(), name, tensor))
-                self.copies.of[name] = []
-                self.copies.form[name] = tensor.shape, tensor.dtype
-                self.complete &= tensor.is_contiguous()
-                yield name, tensor
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self._note(*args[:2])
-        elif func._schema.is_mutable and not _is_padding(func, args):
-            self.complete &= not any(self._is_parameter(arg) for arg in args)
-        return func(*args, **(kwargs or {}))
-
-    def _is_parameter(self, arg: Any) -> bool:
-        return isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() in self.storages
-
-    def _note(self, target: Tensor, source: Tensor) -> None:
-        if not source.numel():
-            return
-        place, is_parameter = source.data_ptr(), self._is_parameter(target)
-        for first, end, name, tensor in reversed(self.arriving):
-            if first <= place < end:
-                self.complete &= is_parameter and source.dtype == tensor.dtype
-                offset = (place - first) // source.element_size()
-                self.copies.of[name].append(Copy(target, tuple(source.shape), tuple(source.stride()), offset))
-                return
-        self.complete &= not is_parameter
-
-
-def _is_padding(func: Any, args: tuple[Any, ...]) -> bool:
-    """Zeros beyond what a checkpoint has, which stay as they are."""
-    zeroes = func is torch.ops.aten.zero_.default
-    return zeroes or (func is torch.ops.aten.fill_.Scalar and args[1] == 0)

@@ -58,6 +58,7 @@ build_app, init_app_state, make_arg_parser, validate_parsed_serve_args = server_
 log = logging.getLogger("prl.inference")
 
 FIRST_VERSION = "0"  # of the weights that an engine starts with
+BLACKWELL = 100  # compute capability 10.0
 POLL_S = 0.05
 BEAT_S = 1.0
 STOP_TIMEOUT_S = 2.0  # for the engine's processes, which have nothing to save
@@ -90,13 +91,21 @@ def prepare(ctx: ChildContext) -> Namespace:
     if is_built_in(config.model, path):
         config = with_byte_tokenizer(config)
     on_cpu = current_platform.is_cpu()
-    for name, value in cpu_environment(config).items() if on_cpu else ():
+    for name, value in (cpu_environment(config) if on_cpu else gpu_environment(config)).items():
         os.environ.setdefault(name, value)
     gpu_bytes = None if on_cpu else current_platform.get_device_total_memory()
     arguments = server_arguments(
         config, ctx.role, str(path), ctx.endpoints, on_cpu=on_cpu, old=is_old(), gpu_bytes=gpu_bytes
     )
     return parse_arguments(arguments)
+
+
+def gpu_environment(config: RunConfig) -> dict[str, str]:
+    """What `inference.env` may override. vLLM quantises blocks anew for DeepGEMM, with scales that are powers of two, which
+    its kernels for Blackwell need: on other GPUs an engine computes with the blocks that it is sent.
+    """
+    needs_powers = current_platform.has_device_capability(BLACKWELL)
+    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if sends_blocks(config) and not needs_powers else {}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from prl.inference.vllm.loading import Staged, WeightLoader, keeps_layout
+from prl.inference.vllm.loading import Staged, WeightLoader
 from prl.transport.sources import WeightSource
 
 
@@ -46,7 +46,7 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.verify_checksum = True
         self.source = WeightSource.from_environment()
         self.staged: list[Staged] = []
-        self.loader = WeightLoader(self.model, self.model_config, keeps_layout(self.model))
+        self.loader = WeightLoader.of(self.model, self.model_config)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.verify_checksum = init_info.verify_checksum

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from prl.inference.vllm.loading import WeightLoader, keeps_layout
+from prl.inference.vllm.loading import WeightLoader
 from prl.transport.sources import WeightSource
 
 
@@ -50,7 +50,7 @@ class StreamTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.source = WeightSource.from_environment()
         # of a model's own dtype, which its config, that is not to be had here, would tell; embeddings are not quantised
         dtype = SimpleNamespace(dtype=next(self.model.parameters()).dtype)
-        self.loader = WeightLoader(self.model, dtype, keeps_layout(self.model))
+        self.loader = WeightLoader.of(self.model, dtype)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.verify_checksum = init_info.verify_checksum
