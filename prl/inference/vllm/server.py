@@ -101,8 +101,8 @@ def prepare(ctx: ChildContext) -> Namespace:
 
 
 def gpu_environment(config: RunConfig) -> dict[str, str]:
-    """What `inference.env` may override. vLLM quantises blocks anew for DeepGEMM, with scales that are powers of two, which
-    its kernels for Blackwell need: on other GPUs an engine computes with the blocks that it is sent.
+    """What `inference.env` may override. vLLM quantises blocks anew for DeepGEMM, with scales that are powers of two;
+    its kernels for Blackwell alone need them, and on other GPUs an engine computes with the blocks that it is sent.
     """
     needs_powers = current_platform.has_device_capability(BLACKWELL)
     return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if sends_blocks(config) and not needs_powers else {}
