@@ -461,3 +461,15 @@ def test_experts_in_fp8_keep_no_cast_weights() -> None:
     layer = layers_of(settings[0])[0][1]
     assert cast[0] - cast[1] == layer.experts > 0
     assert cast[1] > 0
+
+
+def test_engines_are_sent_what_they_hold_unless_they_quantise() -> None:
+    """Latent attention and blocks of FP8 take their parts as other layers do."""
+
+    def seconds(*overrides: str) -> float:
+        point = compose(["+experiment=math_glm_5", "algo.batch_size=256", *overrides])
+        return forecast(load_hardware(), make_plan(point)).timing.costs["publication"].total
+
+    parts, blocks = seconds(), seconds("inference.quantization=fp8_block")
+    assert blocks == pytest.approx(parts / 2)
+    assert seconds("inference.quantization=fp8") > 10 * parts

@@ -40,10 +40,10 @@ def publication(s: Setting, plan: RunPlan) -> Cost:
 
 
 def takes_whole(config: RunConfig) -> bool:
-    """Whether each process of an engine is sent every tensor whole: vLLM computes with other parameters than it loads
-    where attention is latent, and where it quantises (prl/inference/vllm/loading.py).
+    """Whether each process of an engine is sent every tensor whole: where vLLM itself quantises what it loads
+    (prl/inference/vllm/loading.py).
     """
-    return bool(config.model.card.kv_lora_rank) or sends_blocks(config) or config.inference.quantization is not None
+    return config.inference.quantization is not None and not sends_blocks(config)
 
 
 def batches(s: Setting, work: Workload) -> Cost:
