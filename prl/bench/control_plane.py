@@ -9,7 +9,6 @@ event loop was held at a time, and its memory. `--json` has the engines answer a
 from __future__ import annotations
 
 import asyncio
-import gc
 import resource
 import socket
 import time
@@ -30,6 +29,7 @@ from prl.orchestrator.loop_watch import LoopWatch
 from prl.orchestrator.rollouts.producer import StepGroups
 from prl.orchestrator.rollouts.rollout import Group, Rollout, Sample
 from prl.orchestrator.server import start_server
+from prl.runtime.process.collector import IN_SMALL_PIECES, Collector
 from prl.runtime.process.keys import RunKeys
 from prl.trainer.loops.batches import BatchClient
 from prl.transport.answers import FRAMES, ROUTING_START, encode_answer
@@ -202,7 +202,7 @@ async def carry(load: Load, processes: Processes, engine_ports: list[int]) -> di
         processes.started[processes.start(f"trainer {rank}", train, load, rank, port)] for rank in range(load.trainers)
     ]
     await plane.rollout("warm")  # connections
-    gc.freeze()  # as in every role of a run, whose collector leaves out what was imported
+    Collector().begin(IN_SMALL_PIECES)  # as in a run
     watching = asyncio.create_task(watch.follow())
     before, started_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     feeding = asyncio.create_task(plane.feed())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from prl.config.errors import AwayError
@@ -40,23 +39,17 @@ from prl.orchestrator.step_row import step_row
 from prl.orchestrator.waiting import told_while_waiting
 from prl.runtime.branching import first_step
 from prl.runtime.process.child import ChildContext
+from prl.runtime.process.collector import FULL_EVERY, IN_SMALL_PIECES, Collector
 from prl.transport.frames import Message
 from prl.transport.kinds import HOST_TRANSPORTS
 
 LOOK_S = 0.2
+LULL_LOOK_S = 0.002
 
 
 def main(ctx: ChildContext) -> None:
     """Entry of `orchestrator`."""
     asyncio.run(Orchestrator(ctx).run())
-
-
-def _keep_what_is_there() -> None:
-    """The cyclic garbage collector leaves out what was made until now: to look through it held the event loop for 40 ms
-    every few steps.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 class Orchestrator:
@@ -76,7 +69,7 @@ class Orchestrator:
         self.handout = Handout(ctx.resume_step, ahead, self.publications, lambda: self.runner.stats.clock.seconds())
         self.evaluations = EvaluationsDue(self.config.eval)
         self.checkpoints = Checkpointing(ctx)
-        self.loop_watch = LoopWatch()
+        self.loop_watch, self.collector = LoopWatch(), Collector()
         self.finished = asyncio.Event()  # the trainer said goodbye
         self.error: Exception | None = None  # of a request handler, or of what goes on in the background
         self.away: Exception | None = None  # for which the run ends once it is saved
@@ -107,7 +100,7 @@ class Orchestrator:
             await self._with_beats(self._wait_for_others())
             self._prepare(renderer)
             self._restore()
-            _keep_what_is_there()
+            self.collector.begin(IN_SMALL_PIECES)
             await self.publications.engines_are_up()
             ctx.ready()
             await self._with_beats(self._work())
@@ -352,7 +345,8 @@ class Orchestrator:
 
     async def swap(self, version: int, update_info: dict[str, Any], is_first: bool) -> bool:
         """Bring all engines to `version`. Returns whether they have it."""
-        taken = await self.engines.update_weights(version, update_info, asleep=self.takes_turns and not is_first)
+        async with self._collecting(version):
+            taken = await self.engines.update_weights(version, update_info, asleep=self.takes_turns and not is_first)
         if taken:
             self.ctx.metrics.log(step=version, policy_version=version, **self.engines.clock.row())
         if self.runner.lockstep:
@@ -360,6 +354,22 @@ class Orchestrator:
             await self.engines.everywhere("/reset_prefix_cache")
         self.runner.version = version
         return taken
+
+    @contextlib.asynccontextmanager
+    async def _collecting(self, version: int) -> AsyncIterator[None]:
+        """Now and then, look through all that lives while engines load weights and nothing can come from them."""
+
+        async def when_they_load() -> None:
+            while not self.engines.updating.locked():
+                await asyncio.sleep(LULL_LOOK_S)
+            self.collector.everything()
+
+        lull = asyncio.create_task(when_they_load()) if version and version % FULL_EVERY == 0 else None
+        try:
+            yield
+        finally:
+            if lull is not None and lull.cancel():  # it was over too soon
+                self.collector.everything()
 
     async def evaluate_if_due(self, version: int) -> None:
         if self.evaluations.follows(version):
@@ -378,6 +388,7 @@ class Orchestrator:
         row = step_row(self.config.algo, groups, encoded, self.engines, self.runner.stats)
         row |= {"wait_for_rollouts_s": waited_s, "since_last_step_s": since_last_s, "generating_spans": spans}
         row |= {"loop_held_s": held_s[0], "loop_busy_s": held_s[1]}  # the event loop: by one thing at a time, in all
+        row |= self.collector.row()
         row |= {"tokens_per_s": groups.completion_tokens / since_last_s}
         row |= {"engines_to_sleep_s": self.to_sleep_s} if self.takes_turns else {}
         row |= groups.row(several=len(self.envs) > 1)

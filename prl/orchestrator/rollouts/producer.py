@@ -21,6 +21,8 @@ from prl.orchestrator.rollouts.runner import RolloutRunner
 from prl.orchestrator.rollouts.tasks import TaskSampler
 from prl.orchestrator.rollouts.teacher import Teacher
 
+GROUPS_A_TURN = 32  # begin in one turn of the event loop: 60 us each, and requests wait for it
+
 
 @dataclass
 class StepGroups:
@@ -127,6 +129,7 @@ class Producer:
         self.requeued: list[int] = []  # group indices to run again before new ones (after a resume)
         self.in_flight: dict[int, asyncio.Task[None]] = {}
         self.ready: list[Group] = []
+        self.going_on: asyncio.Task[None] | None = None  # starts more of them in the next turn
         self.changed = asyncio.Condition()
         self.current = StepGroups(1, [])
         self.error: BaseException | None = None
@@ -147,14 +150,28 @@ class Producer:
     # --- starting groups ----------------------------------------------------------------------------------------------
 
     def start_groups(self) -> None:
-        """Start as many groups as may run now."""
+        """Start as many groups as may run now, some in each turn of the event loop."""
         if not self.synchronous:
-            while self._lands_in_time(len(self.in_flight) + len(self.ready)):
+            for _ in range(GROUPS_A_TURN):
+                if not self._has_room():
+                    return
                 self._start_one()
+            if self.going_on is None and self._has_room():
+                self.going_on = asyncio.create_task(self._go_on())
         elif not self.in_flight and self._lands_in_time(0):
             # waves: replacements start together, when nothing else runs, so that their order does not depend on timing
             for _ in range(self.groups_per_batch - len(self.ready)):
                 self._start_one()
+
+    def _has_room(self) -> bool:
+        return self._lands_in_time(len(self.in_flight) + len(self.ready))
+
+    async def _go_on(self) -> None:
+        self.going_on = None
+        try:
+            self.start_groups()
+        except Exception as error:
+            await self._end_with(error)
 
     def _lands_in_time(self, outstanding: int) -> bool:
         """Whether a group begun behind `outstanding` others would be young enough for the step that it lands in."""
@@ -267,7 +284,7 @@ class Producer:
             self.changed.notify_all()
 
     async def stop(self) -> None:
-        self.stopped = True
+        self.stopped = True  # and what goes on starts nothing
         tasks = list(self.in_flight.values())
         for task in tasks:
             task.cancel()

@@ -16,6 +16,7 @@ from prl.metrics.mfu import utilisation
 from prl.models.checkpoints.sources import resolve_model_path
 from prl.runtime.directory.beginning import begun_path
 from prl.runtime.process.child import ChildContext
+from prl.runtime.process.collector import Collector
 from prl.trainer.loops.batches import BatchClient
 from prl.trainer.loops.export import export_policy
 from prl.trainer.loops.guard import StepGuard
@@ -63,11 +64,13 @@ class RLTrainer:
         self.poster = ThreadPoolExecutor(1, "publish")  # engines load weights while the trainer goes on
         self.announced: Future[None] | None = None
         self.publications = NO_PUBLICATION
+        self.collector = Collector()
 
     def run(self) -> None:
         ctx = self.ctx
         self.saving.load(self.policy, self.model_path)
         self.guard.begin(self.policy.model)
+        self.collector.begin()
         ctx.ready()
         self.client.wait_for_engines()
         self.publish(ctx.resume_step)
@@ -122,6 +125,7 @@ class RLTrainer:
             sums.extend(sum_over_data(torch.stack(parts).sum(0).cpu(), self.world).tolist())
             return sums[0]
 
+        self.collector.step(batch.step)  # while the device is busy with backward
         done = self.policy.optimizer_step(batch.step, loss_of_all)
         busy_s, forward_backward_s = time.perf_counter() - started, seconds(begun, done.backward_done)
         loss, entropy, mismatch, ratio, masked, tokens = sums
@@ -148,6 +152,7 @@ class RLTrainer:
             "optim_s": busy_s - forward_backward_s,
             **self.policy.figures,
             **self.policy.compile_times(),
+            **self.collector.row(),
             "flops": flops / self.world.cp,
         }
 

@@ -19,6 +19,7 @@ from prl.runtime.directory.beginning import begun_path
 from prl.runtime.directory.checkpoints import parts_of
 from prl.runtime.directory.commits import Committer
 from prl.runtime.process.child import ChildContext
+from prl.runtime.process.collector import Collector
 from prl.trainer.loops.export import export_policy
 from prl.trainer.loops.guard import StepGuard
 from prl.trainer.loops.saving import Saving, writer_before_world
@@ -61,12 +62,14 @@ class SftTrainer:
             ctx.run_dir, self.config.ckpt.keep, parts_of("sft"), self.config.deployment.hang_timeout_s
         )
         self.saving = Saving(ctx, world, committer.start, partial(committer.took, wait_s=COMMIT_WAIT_S), writer)
+        self.collector = Collector()
         self.guard = StepGuard(self.sft.optim.max_skipped_steps, ctx.run_dir, self.saving.settle)
 
     def run(self) -> None:
         step = self.ctx.resume_step
         self.saving.load(self.policy, self.model_path)
         self.guard.begin(self.policy.model)
+        self.collector.begin()
         rows = self.data.rows(skip=step * self.sft.batch_size)
         self.ctx.ready()
         reached = self.had_reached(step)
@@ -125,6 +128,7 @@ class SftTrainer:
             losses.append(sum_over_data(torch.stack(parts).sum().cpu().view(1), self.world).item())
             return losses[0]
 
+        self.collector.step(step)  # while the device is busy with backward
         done = self.policy.optimizer_step(step, loss_of_all)
         busy_s = time.perf_counter() - started
         mfu, formula = utilisation(flops, busy_s, self.world.device.type, self.policy.flops_formula)
@@ -143,6 +147,7 @@ class SftTrainer:
             "tokens_per_s": tokens / busy_s,
             "mfu": mfu,
             "mfu_formula": formula,
+            **self.collector.row(),
         }
 
     @torch.no_grad()
