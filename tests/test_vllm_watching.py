@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 SHAPES = {"a": (3, 5), "b": (2, 5), "scale": (5,)}  # of what arrives; the first two are one parameter
 
@@ -132,3 +138,26 @@ def test_without_being_watched_a_reload_stays_one(model: Callable[..., Any]) -> 
         loader.load([checkpoint(seed)])
         assert loader.copies is None
         assert torch.equal(served.layer.weight, model(as_it_is, seed).layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("capability", "quantization", "expected"), [(90, "fp8_block", "0"), (100, "fp8_block", None), (90, None, None)]
+)
+def test_engines_compute_with_the_blocks_that_they_are_sent(
+    monkeypatch: pytest.MonkeyPatch, capability: int, quantization: str | None, expected: str | None
+) -> None:
+    """vLLM quantises them anew for DeepGEMM, which Blackwell's kernels alone need."""
+    from prl.config import compose
+    from prl.inference.vllm import server
+
+    gpu = SimpleNamespace(has_device_capability=lambda least: capability >= least)
+    monkeypatch.setattr(server, "current_platform", gpu)
+    config = compose(
+        [
+            "model=qwen3_0_6b",
+            "inference=vllm",
+            f"inference.quantization={quantization or 'null'}",
+            "model.dtype=bfloat16",
+        ]
+    )
+    assert server.gpu_environment(config).get("VLLM_USE_DEEP_GEMM_E8M0") == expected
