@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prl.runtime.process.collector import FIRST, FULL_EVERY, Collector
+from prl.runtime.process.collector import FIRST, FULL_AFTER_S, FULL_EVERY, Collector
 
 
 class Ring:
@@ -70,6 +70,15 @@ def test_steps_collect_in_the_first_ones_and_then_seldom(collector: Collector) -
         collector.step(step)
         found.append(gone() is None)
     assert [step for step, full in enumerate(found, 1) if full] == [*range(1, FIRST + 1), FULL_EVERY, 2 * FULL_EVERY]
+
+
+def test_long_steps_collect_each_time(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only old garbage holds must not wait for fifty steps of minutes."""
+    assert not collector.is_due(FULL_EVERY + 1)
+    monkeypatch.setattr(collector, "full_at", collector.full_at - FULL_AFTER_S - 1)
+    assert collector.is_due(FULL_EVERY + 1)
+    collector.everything()
+    assert not collector.is_due(FULL_EVERY + 1)
 
 
 def test_what_collections_took_is_told_once(collector: Collector) -> None:

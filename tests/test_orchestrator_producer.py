@@ -9,7 +9,7 @@ import pytest
 from prl.config import compose
 from prl.orchestrator.batching import MOST_LAGS, build_batches, encode_step, lag_columns, release, staleness
 from prl.orchestrator.engines.generation import Generation
-from prl.orchestrator.rollouts.producer import Producer, StepGroups
+from prl.orchestrator.rollouts.producer import GROUPS_A_TURN, Producer, StepGroups
 from prl.orchestrator.rollouts.rollout import FailedRollout, Group, Rollout, Sample
 from prl.orchestrator.rollouts.tasks import TaskSampler
 from prl.transport.batch import TrainBatch
@@ -454,3 +454,41 @@ def test_a_bound_that_means_none_costs_nothing() -> None:
     assert lag_columns(np.zeros(0, np.int32), 10**9) == {
         "staleness_mean": 0.0, "staleness_max": 0, "staleness_hist": [0] * (MOST_LAGS + 1),
     }  # fmt: skip
+
+
+# --- beginning --------------------------------------------------------------------------------------------------------
+
+
+def test_groups_begin_some_in_a_turn_and_none_after_a_stop():
+    """Requests, answers and signals have their turns between."""
+
+    async def begun(stops):
+        runner = StubRunner()
+        producer = producer_of(runner, config_of("algo.batch_size=200"))
+        producer.start_groups()
+        at_once = len(runner.started)
+        if stops:
+            await producer.stop()
+        for _ in range(5):
+            await settle()
+        return at_once, runner.started
+
+    at_once, started = asyncio.run(begun(stops=False))
+    assert at_once == GROUPS_A_TURN
+    assert started == list(range(300)), "three batches, in order, each group once"
+    at_once, started = asyncio.run(begun(stops=True))
+    assert len(started) == at_once == GROUPS_A_TURN
+
+
+def test_what_goes_wrong_in_a_later_turn_is_heard_of():
+    class Failing(StubRunner):
+        def start_group(self, index, choice, size):
+            if index == GROUPS_A_TURN + 3:
+                raise RuntimeError("no such task")
+            return super().start_group(index, choice, size)
+
+    async def step():
+        await producer_of(Failing(), config_of("algo.batch_size=200")).next_step()
+
+    with pytest.raises(RuntimeError, match="no such task"):
+        asyncio.run(asyncio.wait_for(step(), 10))

@@ -179,6 +179,28 @@ def test_latent_attention_makes_its_matrices_anew_where_they_lie(vllm_ranks: Non
         assert before == {name: (layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr()) for name, layer in layers.items()}
 
 
+def test_matrices_that_are_made_anew_are_brought_to_where_the_old_ones_lie(
+    vllm_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.23 makes those of quantised weights, in a reload too."""
+    from prl.inference.vllm.derived import Derived
+
+    overrides = [f"cache_dir={tmp_path}", "model=tiny_deepseek_v3", *LATENT]
+    with vllm_models(resolve_model_path(compose(overrides).model, tmp_path)) as make:
+        derived = Derived(make()[0], torch.float32)
+        for number, layer in enumerate(derived.layers.values()):
+            layer.made = torch.zeros(3)
+
+            def process(_: torch.dtype, layer: Any = layer, number: int = number) -> None:
+                layer.made = torch.full((3,), 1.0 + number)
+
+            monkeypatch.setattr(layer, "process_weights_after_loading", process)
+        places = [layer.made.data_ptr() for layer in derived.layers.values()]
+        derived.renew()
+        assert [layer.made.data_ptr() for layer in derived.layers.values()] == places
+        assert [layer.made[0].item() for layer in derived.layers.values()] == [1.0 + n for n in range(len(places))]
+
+
 def test_a_reload_does_not_rely_on_what_buckets_held(vllm_ranks: None, tmp_path: Path, overrides: list[str]) -> None:
     """vLLM's layerwise reload keeps a layer's tensors until the last one comes."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading

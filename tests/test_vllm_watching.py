@@ -52,6 +52,10 @@ def padded(layer: Any) -> None:
     layer.weight = parameter(room[:, :5])
 
 
+def cut(layer: Any) -> None:
+    layer.weight = parameter(layer.weight[:4])
+
+
 def parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.data, requires_grad=False)
 
@@ -105,7 +109,7 @@ def model() -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("process", "learns"),
-    [(as_it_is, True), *((way, False) for way in (turned, rounded, rounded_in_place, rounded_by_copy, padded))],
+    [(as_it_is, True), *((way, False) for way in (turned, rounded, rounded_in_place, rounded_by_copy, padded, cut))],
 )
 def test_a_reload_is_repeated_only_if_everything_stays_as_it_came(
     model: Callable[..., Any], process: Callable[[Any], None], learns: bool

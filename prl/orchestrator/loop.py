@@ -39,7 +39,7 @@ from prl.orchestrator.step_row import step_row
 from prl.orchestrator.waiting import told_while_waiting
 from prl.runtime.branching import first_step
 from prl.runtime.process.child import ChildContext
-from prl.runtime.process.collector import FULL_EVERY, IN_SMALL_PIECES, Collector
+from prl.runtime.process.collector import IN_SMALL_PIECES, Collector
 from prl.transport.frames import Message
 from prl.transport.kinds import HOST_TRANSPORTS
 
@@ -364,7 +364,7 @@ class Orchestrator:
                 await asyncio.sleep(LULL_LOOK_S)
             self.collector.everything()
 
-        lull = asyncio.create_task(when_they_load()) if version and version % FULL_EVERY == 0 else None
+        lull = asyncio.create_task(when_they_load()) if version and self.collector.is_due(version) else None
         try:
             yield
         finally:

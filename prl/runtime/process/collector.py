@@ -15,20 +15,20 @@ from typing import Literal
 IN_SMALL_PIECES = 300, 1  # 2 ms at most with 1,024 rollouts under way, where (700, 3) took 18
 SELDOM = 700, 3
 NEVER = 1 << 30
-FULL_EVERY = 50  # steps
+FULL_EVERY, FULL_AFTER_S = 50, 60.0  # steps; or seconds, where a step takes longer than the collection does
 FIRST = 2  # steps, in which compilers leave much
 
 
 class Collector:
-    """This process's, once it has `begun`: what collections took, for the metrics."""
+    """This process's, from `begin` on; and what collections took, for the metrics."""
 
     def __init__(self) -> None:
         self.seconds = self.longest_s = self._started = 0.0
-        self.steps = 0
+        self.steps, self.full_at = 0, 0.0
 
     def begin(self, when: tuple[int, int] = SELDOM) -> None:
         """Leave out what there is now for good, and collect as above from here on."""
-        gc.collect()
+        self.everything()
         gc.freeze()
         gc.set_threshold(*when, NEVER)
         gc.callbacks.append(self._note)
@@ -40,11 +40,16 @@ class Collector:
 
     def everything(self) -> None:
         gc.collect()
+        self.full_at = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time for `everything`: in the same steps on all ranks, where steps are short."""
+        return step % FULL_EVERY == 0 or time.monotonic() - self.full_at > FULL_AFTER_S
 
     def step(self, step: int) -> None:
-        """Where a step of training can spare the time: `everything`, now and then, on all ranks in the same steps."""
+        """Where a step of training can spare the time: `everything`, now and then."""
         self.steps += 1
-        if self.steps <= FIRST or step % FULL_EVERY == 0:
+        if self.steps <= FIRST or self.is_due(step):
             self.everything()
 
     def row(self) -> dict[str, float]:
